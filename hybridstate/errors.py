@@ -1,0 +1,84 @@
+"""Every error a user can meet, and the exit code each one ends with.
+
+HybridStateError
+├── UsageError          2   the command cannot be carried out as given (folder not empty, options that clash)
+├── SourceError         3   the model or plan cannot be read (missing, truncated, corrupt, offline)
+├── UnsupportedModel    4   readable, but no family describes it
+├── NumericError        5   NaN, infinity, wrong shapes, a failed acceptance check
+├── PlanMismatch        6   the plan does not fit this model, rank count or layout
+└── MissingRequirement  7   a GPU, a package or an extra is needed and absent
+
+Anything else that escapes is a bug and ends with exit code 1.
+"""
+
+from typing import Any, ClassVar
+
+
+class HybridStateError(Exception):
+    """One clear line, plus what to do next and machine-readable facts.
+
+    Args:
+        message: what failed and where, in one line.
+        hint: the next step, as a sentence or a command.
+        **context: JSON-able facts (file, tensor, layer, index, found, expected).
+    """
+
+    exit_code: ClassVar[int] = 1
+    code: ClassVar[str] = "bug"
+
+    def __init__(self, message: str, *, hint: str | None = None, **context: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.context = context
+
+    def to_json(self) -> dict[str, Any]:
+        """The `error` object of the JSON envelope."""
+        return {
+            "code": self.code,
+            "message": self.message,
+            "hint": self.hint,
+            "context": self.context,
+        }
+
+
+class UsageError(HybridStateError):
+    """The command cannot be carried out as given."""
+
+    exit_code = 2
+    code = "usage"
+
+
+class SourceError(HybridStateError):
+    """A model, plan or data file is missing, truncated or corrupt."""
+
+    exit_code = 3
+    code = "cannot-read-model"
+
+
+class UnsupportedModel(HybridStateError):
+    """The model can be read, but no family describes its linear-attention layers."""
+
+    exit_code = 4
+    code = "unsupported-model"
+
+
+class NumericError(HybridStateError):
+    """A number is NaN, infinite or of the wrong shape, or an acceptance check failed."""
+
+    exit_code = 5
+    code = "invalid-numbers"
+
+
+class PlanMismatch(HybridStateError):
+    """The plan does not fit this model, layout or rank count."""
+
+    exit_code = 6
+    code = "plan-mismatch"
+
+
+class MissingRequirement(HybridStateError):
+    """A GPU, a package or an optional extra is needed and absent."""
+
+    exit_code = 7
+    code = "missing-requirement"
