@@ -1,0 +1,7 @@
+"""Recurrent-state arithmetic that knows tensors and nothing else.
+
+reference    recurrences, gates and group quantiser in plain torch: what kernels are compared with
+layout       where each value of a packed or dense state lies in memory
+update       one decode step on pooled states; picks the fastest implementation that works here
+checkpoint   retained units to bytes and back
+"""
