@@ -1,0 +1,51 @@
+# One environment in .venv, built from constraints.txt; every target below prepares it first.
+# PYTHON may name another interpreter (3.11 or 3.12); EXTRA_PIP is passed to pip as it stands.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+EXTRAS := dev$(shell [ "$$(uname -s)" = Linux ] && echo ,triton)
+
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+export HYBRIDSTATE := $(BIN)/hybridstate
+
+.PHONY: help demo test check format figures/generate generate clean
+
+help: ## this list
+	@grep -hE '^[a-z/]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
+
+demo: $(STAMP) ## the whole path on both embedded models, into ./demo
+	@bash scripts/demo.sh
+
+test: $(STAMP) ## all tests that this machine can run
+	@$(BIN)/python -m pytest
+
+check: $(STAMP) ## formatting, lint, types, and generated pages against their sources
+	@$(BIN)/ruff format --check --quiet . || ($(BIN)/ruff format --check . ; exit 1)
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/python scripts/generate.py --check
+
+format: $(STAMP) ## apply formatting and the safe lint fixes
+	@$(BIN)/ruff format --quiet . && $(BIN)/ruff check --quiet --fix .
+
+generate: $(STAMP) ## rewrite the README tables and docs pages from benchmarks/ and --help
+	@$(BIN)/python scripts/generate.py
+
+figures/generate: $(STAMP) ## redraw figures/ with the CSV behind each
+	@$(BIN)/python scripts/generate.py --figures
+
+clean: ## remove the environment, caches and the demo's output
+	rm -rf $(VENV) demo .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v >= (3, 11) else f"Python 3.11 or newer is needed, {sys.executable} is {v[0]}.{v[1]}: make PYTHON=/path/to/python3.11")'
+	@echo "creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+
+# Reinstalled only when the requirements change: the package itself is installed in place.
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing into $(VENV) (the first time takes a few minutes)"
+	@$(BIN)/python -m pip install --quiet --no-warn-script-location -c constraints.txt -e '.[$(EXTRAS)]' $(EXTRA_PIP)
+	@touch $@
