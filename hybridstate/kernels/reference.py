@@ -250,7 +250,7 @@ def _chunked(x: Tensor, pad: int, size: int) -> Tensor:
     x = x.transpose(1, 2)
     if pad:
         x = torch.cat([x, x.new_zeros(*x.shape[:2], pad, *x.shape[3:])], 2)
-    return x.unflatten(2, (-1, size))
+    return x.reshape(*x.shape[:2], -1, size, *x.shape[3:])
 
 
 def _read(state: Tensor, key: Tensor) -> Tensor:
