@@ -1,3 +1,3 @@
-"""Compression of the recurrent state of hybrid linear-attention models: analyse, calibrate, plan, measure."""
+"""Which parts of a hybrid model's recurrent state to keep, and at which precision."""
 
 __version__ = "0.1.0"

@@ -1,7 +1,7 @@
 """Every error a user can meet, and the exit code each one ends with.
 
 HybridStateError
-├── UsageError          2   the command cannot be carried out as given (folder not empty, options that clash)
+├── UsageError          2   the command cannot be carried out as given (folder not empty, clashing options)
 ├── SourceError         3   the model or plan cannot be read (missing, truncated, corrupt, offline)
 ├── UnsupportedModel    4   readable, but no family describes it
 ├── NumericError        5   NaN, infinity, wrong shapes, a failed acceptance check

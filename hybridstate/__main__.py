@@ -1,0 +1,6 @@
+"""`python -m hybridstate`."""
+
+from hybridstate.cli.main import main
+
+if __name__ == "__main__":
+    main()
