@@ -1,0 +1,1 @@
+"""Running the real model offline: loading it, driving its recurrence, recording what it does."""
