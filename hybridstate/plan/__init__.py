@@ -1,0 +1,1 @@
+"""The plan: which units to keep, how to store the rest, and what both cost."""

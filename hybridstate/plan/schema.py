@@ -1,0 +1,250 @@
+"""The `plan.json` of a bundle: what it may contain, and nothing else. The only pydantic import.
+
+Unknown keys, NaN and infinities are refused. Infinite horizons live in the arrays, never here.
+A reader accepts `schema_version` up to its own and refuses a newer one. The JSON Schema of
+`PlanDocument` is committed as `plans/plan.schema.json`.
+"""
+
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+SCHEMA_NAME = "hybridstate.plan"
+SCHEMA_VERSION = 1
+PLAN_FILE = "plan.json"
+ARRAYS_FILE = "plan.safetensors"
+
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(gt=0)]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Dtype = Literal["F32", "I32", "I16", "U8"]
+
+
+class Block(BaseModel):
+    """Strict, frozen, closed, finite."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class Digests(Block):
+    """What a checkpoint is recognised by, each a sha256.
+
+    `config` ignores the key `state_plan`, so a checkpoint that names its plan keeps its digest.
+    `order` covers the convolution and decay tensors: small, and every permutation moves them.
+    """
+
+    config: Sha256
+    index: Sha256
+    decay: Sha256
+    order: Sha256
+
+
+class LayerBlock(Block):
+    """Geometry of one linear-attention layer and the stored dtypes its horizons came from."""
+
+    index: Annotated[int, Field(ge=0, description="0-based block index in the model")]
+    ordinal: Annotated[int, Field(ge=0, description="0-based position among linear layers")]
+    prefix: str
+    key_heads: Positive
+    value_heads: Positive
+    key_dim: Positive
+    value_dim: Positive
+    conv_width: Positive
+    a_log_dtype: str
+    dt_bias_dtype: str
+
+    @model_validator(mode="after")
+    def _whole_bundles(self) -> Self:
+        if self.value_heads % self.key_heads:
+            raise ValueError(
+                f"layer {self.index}: {self.value_heads} value heads are not a multiple of "
+                f"{self.key_heads} key heads"
+            )
+        return self
+
+
+class ModelBlock(Block):
+    """The checkpoint a plan was made from, and the permuted one it was exported to."""
+
+    name: str
+    revision: str | None = None
+    family: str
+    kind: Literal["gdn", "kda"]
+    gate: Literal["softplus", "safe"]
+    lower_bound: float | None = None
+    num_layers: Positive
+    layers: Annotated[tuple[LayerBlock, ...], Field(min_length=1)]
+    original: Digests
+    exported: Digests | None = None
+
+    @model_validator(mode="after")
+    def _layers_ascend(self) -> Self:
+        indices = [layer.index for layer in self.layers]
+        if indices != sorted(set(indices)) or indices[-1] >= self.num_layers:
+            raise ValueError("layer indices must ascend and stay below num_layers")
+        if [layer.ordinal for layer in self.layers] != list(range(len(self.layers))):
+            raise ValueError("layer ordinals must count 0, 1, 2, ...")
+        return self
+
+
+class HorizonsBlock(Block):
+    """How the static horizons were computed (DASC Eq. 3 to 5)."""
+
+    epsilon: Annotated[float, Field(gt=0, lt=1)]
+    gate_input: float
+    chosen_by: Literal["default", "given", "calibrated"]
+
+
+class SelectedLayer(Block):
+    """Units kept in one linear layer; `offset` is the number kept in the layers before it."""
+
+    index: Count
+    units: Positive
+    retained: Count
+    offset: Count
+
+
+class SelectionBlock(Block):
+    """Which units a checkpoint keeps: those whose horizon exceeds `w_max` tokens (strictly)."""
+
+    w_max: Annotated[int, Field(ge=4)]
+    unit: Literal["head", "channel"]
+    selector: Literal["horizon", "random"] = "horizon"
+    seed: int | None = None
+    layers: tuple[SelectedLayer, ...]
+    w_replay: Count
+    near_cutoff: Count
+
+
+class AccountingBlock(Block):
+    """Bytes of one checkpoint over all linear layers: FP32 temporal state, BF16 convolution."""
+
+    temporal_dense_bytes: Count
+    temporal_ragged_bytes: Count
+    temporal_padded_bytes: Count
+    conv_bytes: Count
+
+
+class PlacementBlock(Block):
+    """Where heads and packed units live under tensor parallelism (DASC B.1)."""
+
+    mode: Literal["off", "storage", "hybrid"]
+    tp: Positive
+    rank_units: tuple[Count, ...]
+
+
+class PrecisionBlock(Block):
+    """The packed live state: `k_hi` FP16 key rows, the rest INT8 in groups along V (DAMP)."""
+
+    k_hi: Count
+    high_format: Literal["float16"] = "float16"
+    low_format: Literal["int8"] = "int8"
+    group: Positive
+    scale_dtype: Literal["float32"] = "float32"
+    key_order: Literal["shared", "per-head"]
+    value_order: Literal["none", "per-head", "common"] = "none"
+    value_scale: bool = False
+    selector: str
+    requantise_every: Positive = 1
+    bits_per_value: Annotated[float, Field(gt=0)]
+    bits_per_value_with_ring: Annotated[float, Field(gt=0)]
+    state_dense_bytes: Count
+    state_packed_bytes: Count
+
+
+class ValidationRow(Block):
+    """One format, run by the true per-step requantised recurrence on the validation split."""
+
+    format: str
+    kl: float
+    top1: float
+    state_error: float
+
+
+class CalibrationBlock(Block):
+    """Where the risk came from and how the selection did on prompts it never saw."""
+
+    protocol: str
+    fingerprint: str
+    prompt_digests: dict[str, str]
+    horizon: Positive
+    seed: int | None = None
+    split_agreement: float | None = None
+    validation: tuple[ValidationRow, ...] = ()
+
+
+class ProvenanceBlock(Block):
+    """Versions that made the plan. `time`, `host` and `argv` never enter the content digest."""
+
+    versions: dict[str, str | None]
+    commit: str | None = None
+    notes: tuple[str, ...] = ()
+    time: str | None = None
+    host: str | None = None
+    argv: tuple[str, ...] | None = None
+
+
+class ArrayBlock(Block):
+    """One array of `plan.safetensors`: sha256 of its little-endian bytes in row-major order."""
+
+    name: str
+    dtype: Dtype
+    shape: tuple[Count, ...]
+    sha256: Sha256
+
+
+class PlanDocument(Block):
+    """A whole `plan.json`."""
+
+    schema_name: Annotated[Literal["hybridstate.plan"], Field(alias="schema")] = "hybridstate.plan"
+    schema_version: Annotated[int, Field(ge=1, le=SCHEMA_VERSION)] = SCHEMA_VERSION
+    content_digest: Sha256
+    model: ModelBlock
+    horizons: HorizonsBlock | None = None
+    selection: SelectionBlock | None = None
+    accounting: AccountingBlock | None = None
+    placement: PlacementBlock | None = None
+    precision: PrecisionBlock | None = None
+    calibration: CalibrationBlock | None = None
+    layout_id: str | None = None
+    provenance: ProvenanceBlock
+    arrays: tuple[ArrayBlock, ...]
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.selection is None and self.precision is None:
+            raise ValueError("a plan needs a selection (DASC), a precision (DAMP) or both")
+        if self.selection is not None and (self.horizons is None or self.accounting is None):
+            raise ValueError("a selection needs the blocks horizons and accounting")
+        if (self.precision is None) != (self.layout_id is None):
+            raise ValueError("precision and layout_id come together")
+        names = [array.name for array in self.arrays]
+        if names != sorted(set(names)):
+            raise ValueError("arrays must be sorted by name, each name once")
+        return self
+
+
+def canonical(document: PlanDocument, *, indent: int | None = 2) -> bytes:
+    """The one spelling of a document: sorted keys, LF, ASCII, final newline when indented."""
+    content = to_content(document)
+    separators = (",", ":") if indent is None else (",", ": ")
+    text = json.dumps(
+        content, sort_keys=True, indent=indent, separators=separators, allow_nan=False
+    )
+    return (text + "\n" if indent is not None else text).encode("ascii")
+
+
+def to_content(document: PlanDocument) -> dict[str, Any]:
+    """The document as plain JSON values, under the names of the file."""
+    return document.model_dump(mode="json", by_alias=True)
+
+
+def json_schema() -> str:
+    """The JSON Schema of `plan.json` (draft 2020-12), as committed in `plans/`."""
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"{SCHEMA_NAME}/{SCHEMA_VERSION}",
+        **{k: v for k, v in PlanDocument.model_json_schema().items() if k != "title"},
+    }
+    return json.dumps(schema, sort_keys=True, indent=2) + "\n"

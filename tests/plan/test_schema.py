@@ -1,0 +1,61 @@
+"""`plan.json`: strict, finite, closed, and its JSON Schema is committed."""
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from hybridstate.plan.schema import PlanDocument, canonical, json_schema, to_content
+from tests.plan.sample import sample
+
+COMMITTED = Path(__file__).parents[2] / "plans" / "plan.schema.json"
+
+
+def test_committed_schema_is_what_the_models_generate() -> None:
+    assert COMMITTED.read_text() == json_schema(), (
+        "stale: python scripts/plan_schema.py rewrites plans/plan.schema.json"
+    )
+
+
+def test_canonical_document_parses_to_itself() -> None:
+    document = sample().document
+    assert PlanDocument.model_validate_json(canonical(document)) == document
+    assert canonical(document).endswith(b"}\n")
+    assert json.loads(canonical(document, indent=None)) == to_content(document)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("unknown",), 1),
+        (("model", "unknown"), 1),
+        (("selection", "w_max"), "64"),
+        (("selection", "w_max"), 64.0),
+        (("selection", "w_max"), 2),
+        (("horizons", "epsilon"), float("nan")),
+        (("horizons", "epsilon"), float("inf")),
+        (("schema_version",), 0),
+        (("schema_version",), True),
+        (("model", "original", "decay"), "short"),
+        (("model", "kind"), "mamba2"),
+        (("layout_id",), None),
+        (("horizons",), None),
+    ],
+    ids=lambda v: ".".join(v) if isinstance(v, tuple) else str(v)[:12],
+)
+def test_document_refuses(path: tuple[str, ...], value: object) -> None:
+    content = to_content(sample().document)
+    place = content
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(ValidationError):
+        PlanDocument.model_validate_json(json.dumps(content))
+
+
+def test_document_needs_selection_or_precision() -> None:
+    content = to_content(sample().document)
+    content |= {"selection": None, "precision": None, "layout_id": None}
+    with pytest.raises(ValidationError, match=r"DASC.*DAMP"):
+        PlanDocument.model_validate_json(json.dumps(content))
