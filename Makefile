@@ -47,5 +47,5 @@ $(BIN)/python:
 # Reinstalled only when the requirements change: the package itself is installed in place.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing into $(VENV) (the first time takes a few minutes)"
-	@$(BIN)/python -m pip install --quiet --no-warn-script-location -c constraints.txt -e '.[$(EXTRAS)]' $(EXTRA_PIP)
+	@$(BIN)/python -m pip install -qq --no-warn-script-location -c constraints.txt -e '.[$(EXTRAS)]' $(EXTRA_PIP)
 	@touch $@
