@@ -6,12 +6,14 @@ clones: the cache updates its own in place.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hybridstate.errors import NumericError
-from hybridstate.trajectories.model import LoadedModel
+
+if TYPE_CHECKING:
+    from hybridstate.trajectories.model import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +26,16 @@ class LayerStates:
     """`[B, C, W]` each, W the convolution's kernel width; its first column is never read again."""
 
 
-def forward(loaded: LoadedModel, tokens: torch.Tensor, cache: Any, **options: Any) -> torch.Tensor:
+def forward(
+    loaded: "LoadedModel", tokens: torch.Tensor, cache: Any, **options: Any
+) -> torch.Tensor:
     """Logits `[B, T, vocabulary]` of `tokens [B, T]` after the cache, which advances."""
     inputs = {"input_ids": tokens.to(loaded.device), loaded.cache_argument: cache}
     logits: torch.Tensor = loaded.model(**inputs, use_cache=True, **options).logits
     return logits
 
 
-def new_cache(loaded: LoadedModel) -> Any:
+def new_cache(loaded: "LoadedModel") -> Any:
     """An empty cache of the layout this model's config asks for."""
     from transformers import DynamicCache
 
@@ -40,7 +44,7 @@ def new_cache(loaded: LoadedModel) -> Any:
 
 @torch.no_grad()
 def prefill(
-    loaded: LoadedModel,
+    loaded: "LoadedModel",
     tokens: torch.Tensor,
     *,
     chunk: int | None = None,
@@ -71,7 +75,7 @@ def prefill(
 
 
 @torch.no_grad()
-def decode(loaded: LoadedModel, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
+def decode(loaded: "LoadedModel", tokens: torch.Tensor, cache: Any) -> torch.Tensor:
     """One token per sequence: `tokens [B]` in, logits `[B, vocabulary]` out; the cache advances."""
     return forward(loaded, tokens.unsqueeze(1), cache)[:, -1]
 

@@ -36,6 +36,38 @@ from hybridstate.errors import (
 )
 from hybridstate.families import ModelSpec
 from hybridstate.kernels import reference
+from hybridstate.trajectories.cache import (
+    LayerStates,
+    decode,
+    forward,
+    linear_layers,
+    new_cache,
+    prefill,
+    recurrent_states,
+    select_sequences,
+    set_states,
+    states,
+)
+
+__all__ = [
+    "LayerStates",
+    "LoadedModel",
+    "RecurrenceFn",
+    "decode",
+    "forward",
+    "linear_layers",
+    "load_model",
+    "new_cache",
+    "prefill",
+    "recurrent_states",
+    "reference_decode",
+    "reference_prefill",
+    "select_sequences",
+    "set_states",
+    "states",
+    "swap",
+    "torch_device",
+]
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 

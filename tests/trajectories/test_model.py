@@ -10,17 +10,19 @@ import torch
 from hybridstate.checkpoint import open_checkpoint
 from hybridstate.errors import MissingRequirement, NumericError, SourceError, UsageError
 from hybridstate.kernels import reference
-from hybridstate.trajectories.cache import (
+from hybridstate.trajectories.model import (
     LayerStates,
+    LoadedModel,
     decode,
+    load_model,
     new_cache,
     prefill,
     recurrent_states,
     select_sequences,
     set_states,
     states,
+    swap,
 )
-from hybridstate.trajectories.model import LoadedModel, load_model, swap
 from tests.tiny import write_checkpoint
 from tests.tolerances import assert_within
 
