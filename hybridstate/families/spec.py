@@ -93,7 +93,8 @@ class Family:
         gate: the gate when the config has no lower bound; `safe` means that one is required.
         lower_bound: dotted config paths of the safe gate's lower bound.
         a_log_padded: `A_log` may hold more entries than heads (the rest is padding).
-        axes: tensor suffix -> axes that follow heads or channels.
+        axes: tensor suffix -> axes that follow heads or channels; every tensor of a linear layer is
+            listed, with no axes where nothing moves.
         runtime: hooks in transformers, None where transformers has no class.
     """
 

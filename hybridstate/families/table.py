@@ -76,8 +76,8 @@ _KDA_COMMON: Final[dict[str, tuple[AxisRule, ...]]] = {
     "dt_bias": _rows("key_rows"),
     "o_norm.weight": _rows("value_shared"),
 }
-_LOW_RANK_F: Final = {"f_b_proj.weight": _rows("key_rows")}
-_LOW_RANK_G: Final = {"g_b_proj.weight": _rows("value_rows")}
+_LOW_RANK_F: Final = {"f_a_proj.weight": (), "f_b_proj.weight": _rows("key_rows")}
+_LOW_RANK_G: Final = {"g_a_proj.weight": (), "g_b_proj.weight": _rows("value_rows")}
 _FULL_RANK_G: Final = {"g_proj.weight": _rows("value_rows")}
 _O_PROJ: Final = {"o_proj.weight": _columns("value_rows")}
 
