@@ -113,32 +113,48 @@ def _git(root: Path) -> dict[str, Any]:
     return {"commit": commit, "modified": modified}
 
 
-def check_output_folder(path: Path, *, force: bool = False) -> None:
+def check_output_folder(path: Path, *, force: bool = False, replaces: str | None = None) -> None:
     """Refuse an output folder that would be mixed with what is there; call before any work.
+
+    Args:
+        force: allow a folder that is not empty.
+        replaces: a file by which a folder of the same kind is known; `force` then replaces such a
+            folder as a whole, and no other.
 
     Raises:
         UsageError: the path is a file, or a folder that is not empty (unless `force`).
     """
     if path.exists() and not path.is_dir():
         raise UsageError(f"output {path} is a file, a folder is expected", file=str(path))
-    if path.is_dir() and not force and any(path.iterdir()):
+    if not path.is_dir() or not any(path.iterdir()):
+        return
+    if not force:
+        what = "it" if replaces else "files of the same name"
         raise UsageError(
             f"output folder {path} is not empty",
-            hint="choose another folder, or replace files of the same name with --force",
+            hint=f"choose another folder, or replace {what} with --force",
             file=str(path),
+        )
+    if replaces is not None and not (path / replaces).exists():
+        raise UsageError(
+            f"output folder {path} holds no {replaces}, so --force does not replace it",
+            hint="choose another folder, or remove this one yourself",
+            file=str(path),
+            expected=replaces,
         )
 
 
 @contextmanager
-def fresh_folder(path: Path, *, force: bool = False) -> Iterator[Path]:
+def fresh_folder(path: Path, *, force: bool = False, replaces: str | None = None) -> Iterator[Path]:
     """Yield a temporary sibling that becomes `path` when the block ends without an exception.
 
-    With `force`, files of the same name are replaced one by one and others stay.
+    With `force`, files of the same name are replaced one by one and others stay; with `replaces`
+    as well, the old folder goes as a whole (see `check_output_folder`).
 
     Raises:
         UsageError: see `check_output_folder`; or the parent cannot be written.
     """
-    check_output_folder(path, force=force)
+    check_output_folder(path, force=force, replaces=replaces)
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,10 +163,19 @@ def fresh_folder(path: Path, *, force: bool = False) -> Iterator[Path]:
         raise UsageError(f"cannot write {path}: {error.strerror}", file=str(path)) from error
     try:
         yield partial
-        if path.is_dir() and any(path.iterdir()):
+        if not path.is_dir() or not any(path.iterdir()):
+            partial.replace(path)
+        elif replaces is None:
             _merge(partial, path)
         else:
-            partial.replace(path)
+            old = path.with_name(f".{path.name}.old-{os.getpid()}")
+            path.replace(old)
+            try:
+                partial.replace(path)
+            except OSError:
+                old.replace(path)
+                raise
+            shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

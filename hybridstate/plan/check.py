@@ -4,7 +4,6 @@
 made: permutations permute, counts equal masks, windows lie in their range.
 """
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from hybridstate.defaults import MIN_REPLAY_TOKENS
 from hybridstate.errors import SourceError
 from hybridstate.plan.schema import LayerBlock, PlanDocument, SelectedLayer
+from hybridstate.provenance import sha256_bytes
 
 Array = NDArray[Any]
 _AGAIN = "copy the bundle again, or export it again"
@@ -44,7 +44,7 @@ def check_arrays(document: PlanDocument, arrays: Mapping[str, Array], where: str
                 f"found {array.dtype.name} {list(array.shape)}, "
                 f"expected {_NUMPY[block.dtype]} {list(block.shape)}",
             )
-        found = hashlib.sha256(array.tobytes()).hexdigest()
+        found = sha256_bytes(array.tobytes())
         if found != block.sha256:
             _refuse(
                 where,

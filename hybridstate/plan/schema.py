@@ -179,6 +179,7 @@ class ProvenanceBlock(Block):
 
     versions: dict[str, str | None]
     commit: str | None = None
+    modified: bool | None = None
     notes: tuple[str, ...] = ()
     time: str | None = None
     host: str | None = None
@@ -225,14 +226,10 @@ class PlanDocument(Block):
         return self
 
 
-def canonical(document: PlanDocument, *, indent: int | None = 2) -> bytes:
-    """The one spelling of a document: sorted keys, LF, ASCII, final newline when indented."""
-    content = to_content(document)
-    separators = (",", ":") if indent is None else (",", ": ")
-    text = json.dumps(
-        content, sort_keys=True, indent=indent, separators=separators, allow_nan=False
-    )
-    return (text + "\n" if indent is not None else text).encode("ascii")
+def canonical(document: PlanDocument) -> bytes:
+    """The one spelling of a `plan.json`: sorted keys, two spaces, LF, ASCII."""
+    text = json.dumps(to_content(document), sort_keys=True, indent=2, allow_nan=False)
+    return (text + "\n").encode("ascii")
 
 
 def to_content(document: PlanDocument) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from pydantic import ValidationError
 
 from hybridstate.errors import PlanMismatch, SourceError
 from hybridstate.plan.check import check_arrays, check_meaning
-from hybridstate.plan.folder import new_folder
 from hybridstate.plan.schema import (
     ARRAYS_FILE,
     PLAN_FILE,
@@ -32,6 +31,7 @@ from hybridstate.plan.schema import (
     canonical,
     to_content,
 )
+from hybridstate.provenance import canonical_json, fresh_folder, sha256_bytes
 
 Array = NDArray[Any]
 Order = Literal["original", "exported"]
@@ -116,7 +116,7 @@ def seal(content: dict[str, Any], arrays: Mapping[str, Array]) -> Plan:
             "name": name,
             "dtype": dtype_name(array),
             "shape": list(array.shape),
-            "sha256": hashlib.sha256(array.tobytes()).hexdigest(),
+            "sha256": sha256_bytes(array.tobytes()),
         }
         for name, array in ordered.items()
     ]
@@ -139,7 +139,7 @@ def write_plan(plan: Plan, path: str | Path, *, force: bool = False) -> Path:
         UsageError: the folder exists and is not empty (with `force`: is not a bundle).
     """
     target = Path(path)
-    with new_folder(target, force=force, owned_by=(PLAN_FILE,)) as folder:
+    with fresh_folder(target, force=force, replaces=PLAN_FILE) as folder:
         write_files(plan, folder)
     return target
 
@@ -219,8 +219,7 @@ def _digest(document: PlanDocument, arrays: Mapping[str, Array]) -> str:
     del content["content_digest"]
     for key in _OUTSIDE_DIGEST:
         del content["provenance"][key]
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    digest = hashlib.sha256(text.encode("ascii"))
+    digest = hashlib.sha256(canonical_json(content))
     for block in sorted(document.arrays, key=lambda a: a.name):
         shape = ",".join(str(size) for size in block.shape)
         digest.update(f"{block.name} {block.dtype} {shape}\n".encode())

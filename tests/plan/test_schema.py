@@ -22,7 +22,7 @@ def test_canonical_document_parses_to_itself() -> None:
     document = sample().document
     assert PlanDocument.model_validate_json(canonical(document)) == document
     assert canonical(document).endswith(b"}\n")
-    assert json.loads(canonical(document, indent=None)) == to_content(document)
+    assert json.loads(canonical(document)) == to_content(document)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_non_empty_folder_is_refused_unless_forced(tmp_path: Path) -> None:
 
 def test_force_does_not_replace_a_strangers_folder(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(UsageError, match="not written by hybridstate"):
+    with pytest.raises(UsageError, match=r"holds no plan\.json"):
         write_plan(sample(), tmp_path, force=True)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
