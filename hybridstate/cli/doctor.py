@@ -1,0 +1,110 @@
+"""`hybridstate doctor`: what this installation can do, and what is missing for the rest."""
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from hybridstate.cli.options import Json, Quiet
+from hybridstate.cli.output import Output, command
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command(
+        "doctor",
+        epilog="Example: hybridstate doctor --json",
+    )(doctor)
+
+
+def doctor(json: Json = False, quiet: Quiet = False) -> None:
+    """Versions, GPU, kernels and embedded models of this installation.
+
+    Always exits with 0 when it can look: an absent GPU is a fact, not an error.
+    """
+    with command("doctor", json=json, quiet=quiet) as output:
+        from hybridstate.provenance import environment
+
+        versions = environment()
+        device = _device()
+        models = _embedded()
+        output.result({"environment": versions, "device": device, "embedded_models": models})
+        if not json:
+            _show(output, versions, device, models)
+
+
+def _device() -> dict[str, Any]:
+    """GPU name, memory and kernel backend; imports torch, so `doctor` takes a few seconds."""
+    try:
+        import torch
+    except ImportError as error:
+        return {"torch": str(error), "cuda": None, "gpus": [], "kernels": None}
+    gpus = [
+        {
+            "name": torch.cuda.get_device_name(i),
+            "memory_bytes": int(torch.cuda.get_device_properties(i).total_memory),
+            "capability": list(torch.cuda.get_device_capability(i)),
+        }
+        for i in range(torch.cuda.device_count())
+    ]
+    return {
+        "torch": "ok",
+        "cuda": torch.version.cuda,
+        "gpus": gpus,
+        "kernels": _kernel_backend("cuda" if gpus else "cpu"),
+    }
+
+
+def _kernel_backend(device: str) -> str | None:
+    """Backend of the decode kernel for the paper's format, or None where it cannot be told."""
+    import torch
+
+    from hybridstate.defaults import GROUP
+    from hybridstate.kernels.layout import PackedLayout
+    from hybridstate.kernels.update import backend
+
+    layout = PackedLayout(key_dim=128, value_dim=128, k_hi=16, group=GROUP)
+    return str(backend(torch.device(device), layout))
+
+
+def _embedded() -> list[dict[str, Any]]:
+    from hybridstate.checkpoint import EMBEDDED, open_checkpoint
+    from hybridstate.errors import HybridStateError
+
+    found = []
+    for name in EMBEDDED:
+        try:
+            checkpoint = open_checkpoint(name)
+            size = sum(Path(file).stat().st_size for file in checkpoint.files)
+            found.append({"name": name, "family": checkpoint.spec.name, "bytes": size})
+        except HybridStateError as error:
+            found.append({"name": name, "family": None, "error": error.message})
+    return found
+
+
+def _show(
+    output: Output, versions: dict[str, Any], device: dict[str, Any], models: list[dict[str, Any]]
+) -> None:
+    output.table("versions", ("package", "found"), [(k, _text(v)) for k, v in versions.items()])
+    gpus = [
+        (g["name"], f"{g['memory_bytes'] / 2**30:.0f} GiB", ".".join(map(str, g["capability"])))
+        for g in device["gpus"]
+    ]
+    output.table(
+        "GPUs",
+        ("name", "memory", "capability"),
+        gpus,
+        note=f"decode kernels: {device['kernels'] or 'unknown'}"
+        + ("" if gpus else "; no GPU: calibrate and bench run the reference on the CPU"),
+    )
+    output.table(
+        "embedded models",
+        ("name", "family", "bytes"),
+        [(m["name"], m["family"] or m["error"], m.get("bytes")) for m in models],
+    )
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "-"
+    return ("yes" if value else "no") if isinstance(value, bool) else str(value)

@@ -1,0 +1,94 @@
+"""The `hybridstate` command. Verbs live in one module each, with `register(app)`."""
+
+import importlib.util
+import os
+import sys
+from typing import Annotated, Any, Final
+
+import typer
+
+from hybridstate import __version__
+
+VERBS: Final = ("analyze", "calibrate", "export_plan", "plan", "verify", "bench", "doctor")
+"""Modules of `hybridstate.cli`, in the order of `--help`. None imports torch or NumPy at the top."""
+
+app = typer.Typer(
+    name="hybridstate",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=(
+        "Examples: hybridstate analyze tiny-kda; hybridstate analyze ./Qwen3.6-35B-A3B --json. "
+        "Exit codes: 0 ok, 1 bug, 2 usage, 3 model cannot be read, 4 model not supported, "
+        "5 invalid numbers, 6 plan does not fit, 7 missing hardware or package, 130 interrupted."
+    ),
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"hybridstate {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+    no_color: Annotated[
+        bool, typer.Option("--no-color", help="Plain text (as NO_COLOR does).")
+    ] = False,
+) -> None:
+    """Which parts of a hybrid model's recurrent state to keep, and at which precision.
+
+    From a checkpoint of a linear-attention model to a measured compression plan.
+    """
+    if no_color:
+        os.environ["NO_COLOR"] = "1"
+
+
+def _register_verbs() -> None:
+    for verb in VERBS:
+        name = f"hybridstate.cli.{verb}"
+        if importlib.util.find_spec(name) is not None:
+            importlib.import_module(name).register(app)
+
+
+_register_verbs()
+
+
+def main() -> None:
+    """Entry point of the console script: run, and report unparsable command lines our way."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure: Any = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
+    arguments = sys.argv[1:]
+    try:
+        code = app(args=arguments, prog_name="hybridstate", standalone_mode=False)
+    except (typer.Abort, KeyboardInterrupt):
+        code = 130
+    except Exception as error:
+        code = _usage(error, arguments)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _usage(error: Exception, arguments: list[str]) -> int:
+    """Exit code of typer's own errors, after telling the user; anything else is re-raised."""
+    describe: Any = getattr(error, "format_message", None)
+    if describe is None:
+        raise error
+    show: Any = getattr(error, "show", None)
+    if "--json" not in arguments:
+        show()
+    else:
+        from hybridstate.cli.output import usage_failure
+
+        context: Any = getattr(error, "ctx", None)
+        path = context.command_path if context is not None else "hybridstate"
+        usage_failure(path.removeprefix("hybridstate").strip(), describe(), f"see {path} --help")
+    return int(getattr(error, "exit_code", 2))

@@ -1,0 +1,87 @@
+"""Arguments and options that several verbs share, as annotated types: one name, one help text."""
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hybridstate.errors import UsageError
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Model folder (config.json and safetensors), or tiny-gdn or tiny-kda.",
+        show_default=False,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, also for errors.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No notes, no progress.")]
+OutputFolder = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="DIR", help="Write results to this new folder."),
+]
+RequiredOutputFolder = Annotated[
+    Path,
+    typer.Option("--output", "-o", metavar="DIR", help="Write results to this new folder."),
+]
+Force = Annotated[
+    bool,
+    typer.Option("--force", help="Accept a folder that is not empty; replace files of that name."),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Say what would be read and written, then stop.")
+]
+WMax = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--w-max",
+        metavar="N",
+        help="Cutoff in tokens, repeatable. [default: 16, 64, 128, 512]",
+        show_default=False,
+    ),
+]
+OneWMax = Annotated[int, typer.Option("--w-max", metavar="N", help="Cutoff in tokens, at least 4.")]
+GateInput = Annotated[
+    str,
+    typer.Option(
+        "--gate-input",
+        metavar="auto|FLOAT",
+        help="Representative gate input; auto takes the published value for the gate.",
+    ),
+]
+Epsilon = Annotated[
+    float,
+    typer.Option("--epsilon", metavar="FLOAT", help="Share still present at the horizon."),
+]
+LowerBound = Annotated[
+    float | None,
+    typer.Option(
+        "--lower-bound",
+        metavar="FLOAT",
+        help="Lower bound of the safe gate, if the config lacks it.",
+        show_default=False,
+    ),
+]
+Device = Annotated[
+    str, typer.Option("--device", metavar="auto|cpu|cuda", help="Where the model runs.")
+]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of every random choice.")]
+
+
+def parse_gate_input(value: str) -> float | None:
+    """`auto` is None, anything else a finite float.
+
+    Raises:
+        UsageError: neither.
+    """
+    if value == "auto":
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise UsageError(f"--gate-input takes auto or a finite number, found {value!r}")
+    return number

@@ -1,0 +1,309 @@
+"""Every byte that the command line prints, and every exit code it ends with.
+
+stdout carries the result: tables, or with `--json` exactly one document, for errors too. Notes,
+warnings, errors and progress go to stderr; progress is a bar on a terminal and elsewhere a line
+about every ten seconds. `HYBRIDSTATE_DEBUG=1` shows the traceback of an error.
+"""
+
+import json as json_format
+import os
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import typer
+
+from hybridstate.errors import HybridStateError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+SCHEMA: Final = "hybridstate.output/1"
+"""Version of the JSON envelope."""
+
+PROGRESS_LINE_SECONDS: Final = 10.0
+"""Time between progress lines where stderr is not a terminal."""
+
+_REPORT_BUG: Final = "this is a bug in hybridstate; set HYBRIDSTATE_DEBUG=1 to see the traceback"
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[object, ...], ...]
+    note: str | None
+
+
+@dataclass
+class Output:
+    """What one command says. Nothing reaches stdout before the command has succeeded.
+
+    Attributes:
+        command: name of the verb, with its group (`bench update`).
+        model: the MODEL argument, None where there is none.
+        json: whether stdout gets one JSON document instead of tables.
+        quiet: no notes and no progress; warnings and results stay.
+        clock: seconds, injected in tests.
+    """
+
+    command: str
+    model: str | None = None
+    json: bool = False
+    quiet: bool = False
+    clock: Callable[[], float] = time.monotonic
+    warnings: list[str] = field(default_factory=list)
+    _result: dict[str, Any] = field(default_factory=dict)
+    _parts: list[_Table | str] = field(default_factory=list)
+    _started: float = 0.0
+    _bar: "Progress | None" = None
+    _tasks: "dict[str, TaskID]" = field(default_factory=dict)
+    _stage: str | None = None
+    _last_line: float | None = None
+
+    def __post_init__(self) -> None:
+        self._started = self.clock()
+
+    def result(self, result: dict[str, Any]) -> None:
+        """The `result` of the JSON document."""
+        self._result = result
+
+    def table(
+        self,
+        title: str,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[object]],
+        note: str | None = None,
+    ) -> None:
+        """A table of the human result. Cells: text, int (1,234), float (4 digits), None (-)."""
+        self._parts.append(_Table(title, tuple(columns), tuple(tuple(r) for r in rows), note))
+
+    def text(self, line: str) -> None:
+        """A line of the human result."""
+        self._parts.append(line)
+
+    def note(self, message: str) -> None:
+        """A line on stderr that is worth knowing; silent with `--quiet`."""
+        if not self.quiet:
+            self._say(message, style="dim")
+
+    def warn(self, message: str) -> None:
+        """A warning on stderr and in the JSON document."""
+        self.warnings.append(message)
+        self._say(f"warning: {message}", style="yellow")
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        """Progress callback of the API: `done` of `total` steps of a stage (total 0: unknown)."""
+        if self.quiet:
+            return
+        if sys.stderr.isatty():
+            self._advance_bar(stage, done, total)
+            return
+        now = self.clock()
+        finished = total > 0 and done >= total
+        if self._stage != stage:
+            self._stage, self._last_line = stage, now
+            return
+        if self._last_line is None or (now - self._last_line < PROGRESS_LINE_SECONDS):
+            return
+        self._last_line = now
+        share = f"{done}/{total} ({100 * done // total} %)" if total else f"{done}"
+        elapsed = f"{now - self._started:.0f} s"
+        self._say(f"{stage}: {share}, {elapsed}{', done' if finished else ''}")
+
+    def _advance_bar(self, stage: str, done: int, total: int) -> None:
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        if self._bar is None:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=_console(sys.stderr),
+                transient=True,
+            )
+            self._bar.start()
+        if stage not in self._tasks:
+            self._tasks[stage] = self._bar.add_task(stage, total=total or None)
+        self._bar.update(self._tasks[stage], completed=done, total=total or None)
+
+    def _stop_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+            self._tasks.clear()
+
+    def _say(self, message: str, *, style: str | None = None) -> None:
+        """One line on stderr, above a running bar."""
+        console = self._bar.console if self._bar is not None else _console(sys.stderr)
+        console.print(
+            _printable(message), style=style, markup=False, highlight=False, soft_wrap=True
+        )
+
+    def _envelope(self, ok: bool) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "ok": ok,
+            "command": self.command,
+            "model": self.model,
+            "result": self._result if ok else None,
+            "warnings": self.warnings,
+            "timing": {"seconds": round(self.clock() - self._started, 3)},
+        }
+
+    def _succeed(self) -> None:
+        self._stop_bar()
+        if self.json:
+            _print_json(self._envelope(ok=True))
+            return
+        for number, part in enumerate(self._parts):
+            if isinstance(part, str):
+                print(_printable(part))
+            else:
+                if number:
+                    print()
+                _print_table(part)
+
+    def _fail(self, error: dict[str, Any]) -> None:
+        self._stop_bar()
+        if self.json:
+            _print_json(self._envelope(ok=False) | {"error": error})
+        self._say(f"error: {error['message']}", style="bold red")
+        if error["hint"]:
+            self._say(f"hint: {error['hint']}")
+
+
+@contextmanager
+def command(
+    name: str,
+    *,
+    model: str | None = None,
+    json: bool = False,
+    quiet: bool = False,
+) -> Iterator[Output]:
+    """Run the body of a verb: prints its result, or its error, and ends with the right exit code.
+
+    Raises:
+        typer.Exit: with the code of the error, 1 for a bug, 130 when interrupted.
+    """
+    output = Output(name, model=model, json=json, quiet=quiet)
+    debug = os.environ.get("HYBRIDSTATE_DEBUG", "") not in ("", "0")
+    try:
+        yield output
+        output._succeed()
+    except HybridStateError as error:
+        if debug:
+            traceback.print_exc()
+        output._fail(error.to_json())
+        raise typer.Exit(error.exit_code) from error
+    except KeyboardInterrupt as error:
+        output._fail(_error("interrupted", "interrupted"))
+        raise typer.Exit(130) from error
+    except (typer.Exit, BrokenPipeError):
+        output._stop_bar()
+        raise
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        output._fail(_error("bug", f"{type(error).__name__}: {error}", _REPORT_BUG))
+        raise typer.Exit(1) from error
+    finally:
+        output._stop_bar()
+
+
+def usage_failure(command_name: str, message: str, hint: str | None) -> None:
+    """Report a command line that could not be parsed, with `--json` on stdout too."""
+    Output(command_name, json=True)._fail(_error("usage", message, hint))
+
+
+def _error(code: str, message: str, hint: str | None = None) -> dict[str, Any]:
+    return {"code": code, "message": message, "hint": hint, "context": {}}
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    print(json_format.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _console(stream: Any, width: int | None = None) -> "Console":
+    from rich.console import Console
+
+    return Console(file=stream, width=width)
+
+
+def _printable(text: str) -> str:
+    """Text whose control characters, possibly from a file name or a config, are shown escaped."""
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def _width() -> int | None:
+    """Columns of the terminal; None where output is piped and any width is fine."""
+    if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit():
+        return shutil.get_terminal_size().columns
+    return None
+
+
+def _print_table(table: _Table) -> None:
+    """A table where it fits, else one block of `column  value` lines per row; never an ellipsis."""
+    from rich import box
+    from rich.measure import Measurement
+    from rich.table import Table
+
+    console = _console(sys.stdout, 10_000)
+    console.print(
+        _printable(table.title), style="bold", markup=False, highlight=False, soft_wrap=True
+    )
+    cells = [[_cell(value) for value in row] for row in table.rows]
+    grid = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for number, name in enumerate(table.columns):
+        numeric = all(not isinstance(row[number], str) for row in table.rows)
+        grid.add_column(name, justify="right" if numeric else "left", no_wrap=True)
+    for row in cells:
+        grid.add_row(*row)
+    needed = Measurement.get(console, console.options, grid).maximum
+    width = _width()
+    if width is None or needed <= width:
+        _console(sys.stdout, needed).print(grid, markup=False, highlight=False)
+    else:
+        _print_records(table.columns, cells)
+    if table.note:
+        console.print(
+            _printable(table.note), style="dim", markup=False, highlight=False, soft_wrap=True
+        )
+
+
+def _print_records(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    label = max(len(name) for name in columns)
+    for number, row in enumerate(cells):
+        if number:
+            print()
+        for name, value in zip(columns, row, strict=True):
+            print(f"  {name:<{label}}  {value}")
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    return _printable(str(value)).replace("\n", " ")
