@@ -147,8 +147,9 @@ class Checkpoint:
         return values
 
     def digests(self) -> dict[str, str]:
-        """sha256 of `config` (file), `index` (file, or header of the single file) and `decay`.
+        """sha256 of `config`, `index` (file, or header of the single file) and `decay`.
 
+        `config` covers the values without `state_plan`, so naming a plan in it changes nothing.
         `decay` covers name, dtype, shape and stored bytes of every decay tensor, in layer order.
         """
         if "decay" not in self._digests:
@@ -206,7 +207,7 @@ def open_checkpoint(model: str | Path, *, lower_bound: float | None = None) -> C
         warnings=warnings,
         lower_bound=lower_bound,
         header_bytes=sum(header.nbytes for header in headers.values()),
-        _digests={"config": sha256_bytes(config_bytes), "index": index_digest},
+        _digests={"config": _config_digest(config), "index": index_digest},
     )
 
 
@@ -267,6 +268,12 @@ def _json_object(path: Path, data: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise SourceError(f"{path} is not a JSON object", file=str(path))
     return value
+
+
+def _config_digest(config: Mapping[str, Any]) -> str:
+    """sha256 of the sorted config without the key an exported checkpoint adds."""
+    values = {key: value for key, value in config.items() if key != "state_plan"}
+    return sha256_bytes(json.dumps(values, sort_keys=True).encode())
 
 
 def _headers(path: Path) -> tuple[dict[Path, Header], str, tuple[str, ...]]:
