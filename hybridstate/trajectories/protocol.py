@@ -1,0 +1,96 @@
+"""How a calibration is run: prompts, windows, anchors, horizon (DAMP A.2). Every number is an option."""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from hybridstate.defaults import RISK_HORIZON
+from hybridstate.errors import UsageError
+
+ALGORITHM_VERSION: Final = 1
+"""Raised whenever recorded numbers change, so that old trajectories are not mixed with new ones."""
+
+SPLITS: Final = ("fit", "tune", "validate")
+DOMAINS: Final = ("math", "code", "prose")
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """One calibration protocol.
+
+    Attributes:
+        profile: `paper`, `quick` or `custom`.
+        prompts_per_split: prompts of each domain in each of the three splits.
+        input_tokens: length of every prompt.
+        new_tokens: tokens generated after it, one decoding update each.
+        windows: update positions at which a recording window starts.
+        anchors: updates after a window's start whose state is scored.
+        horizon: updates after an anchor over which the error is followed, H of DAMP Eq. 15.
+        temperature: 0 is greedy; None is 1.0 for an embedded model and greedy for others.
+        chunk: tokens of prefill between two writes of the cache.
+        batch: sequences generated together.
+    """
+
+    profile: str = "paper"
+    prompts_per_split: int = 4
+    input_tokens: int = 1024
+    new_tokens: int = 4096
+    windows: tuple[int, ...] = (0, 2048)
+    anchors: tuple[int, ...] = (256, 512, 768)
+    horizon: int = RISK_HORIZON
+    temperature: float | None = None
+    chunk: int = 8192
+    batch: int = 36
+
+    def __post_init__(self) -> None:
+        last = max(self.windows) + max(self.anchors) + self.horizon
+        if last > self.new_tokens:
+            raise UsageError(
+                f"the last anchor needs {last} updates, but {self.new_tokens} tokens are generated",
+                hint="generate more tokens, or lower the horizon",
+                found=self.new_tokens,
+                expected=last,
+            )
+        for name in ("prompts_per_split", "input_tokens", "horizon", "chunk", "batch"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1", found=getattr(self, name))
+        if min(self.anchors) < 1 or min(self.windows) < 0:
+            raise UsageError("anchors count from 1 and windows from 0", found=list(self.anchors))
+
+    def positions(self) -> tuple[tuple[int, int], ...]:
+        """(window, updates done) of each anchor, in order: the 256th update of window 0 is (0, 256)."""
+        return tuple((w, w + a) for w in self.windows for a in self.anchors)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values, part of the fingerprint."""
+        return asdict(self) | {"windows": list(self.windows), "anchors": list(self.anchors)}
+
+
+PROFILES: Final = {
+    "paper": Protocol(),
+    # Scaled so that an embedded model takes under 150 s on 2 cores: the horizon of 96 is a stand-in for 256.
+    "quick": Protocol(
+        profile="quick",
+        prompts_per_split=1,
+        input_tokens=512,
+        new_tokens=192,
+        windows=(0,),
+        anchors=(32, 64, 96),
+        horizon=96,
+    ),
+}
+
+
+def protocol(profile: str, **changes: Any) -> Protocol:
+    """A named profile, with options changed.
+
+    Raises:
+        UsageError: unknown profile, or options that contradict each other.
+    """
+    if profile not in PROFILES:
+        raise UsageError(
+            f"no calibration profile {profile!r}",
+            hint=f"one of {', '.join(PROFILES)}",
+            found=profile,
+        )
+    given = {name: value for name, value in changes.items() if value is not None}
+    return replace(PROFILES[profile], **given)
