@@ -7,6 +7,7 @@ about every ten seconds. `HYBRIDSTATE_DEBUG=1` shows the traceback of an error.
 
 import json as json_format
 import os
+import re
 import shutil
 import sys
 import time
@@ -29,6 +30,9 @@ SCHEMA: Final = "hybridstate.output/1"
 
 PROGRESS_LINE_SECONDS: Final = 10.0
 """Time between progress lines where stderr is not a terminal."""
+
+_NUMBER: Final = re.compile(r"^(-|inf|-?[\d,.]+(e[+-]?\d+)?[x%]?)$")
+"""Cells of a column that is aligned to the right."""
 
 _REPORT_BUG: Final = "this is a bug in hybridstate; set HYBRIDSTATE_DEBUG=1 to see the traceback"
 
@@ -272,7 +276,7 @@ def _print_table(table: _Table) -> None:
     cells = [[_cell(value) for value in row] for row in table.rows]
     grid = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for number, name in enumerate(table.columns):
-        numeric = all(not isinstance(row[number], str) for row in table.rows)
+        numeric = all(_NUMBER.match(row[number]) for row in cells)
         grid.add_column(name, justify="right" if numeric else "left", no_wrap=True)
     for row in cells:
         grid.add_row(*row)

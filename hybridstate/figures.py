@@ -1,0 +1,233 @@
+"""Every picture, each with the CSV it was drawn from. The only module that imports matplotlib.
+
+Pictures are reproducible: the Agg renderer, fixed sizes, no date and no version in the metadata.
+Colours are those of Okabe and Ito and the viridis map, which colour-blind readers can tell apart.
+"""
+
+import csv
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from hybridstate.plan.analysis import Analysis, cutoffs_at
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Okabe and Ito."""
+
+ANALYSIS_FIGURES: Final = ("horizons", "retained", "bytes")
+"""Names of the files that `analysis_figures` writes, as .png and .csv."""
+
+_FULL_ATTENTION: Final = "#BDBDBD"
+_DPI: Final = 150
+_MIB: Final = 2**20
+_W_GRID: Final = tuple(2**k for k in range(2, 15))
+
+
+def analysis_figures(analysis: Analysis, folder: Path) -> None:
+    """Draw the three figures of `analyze` into an existing folder."""
+    _horizons(analysis, folder)
+    _retained(analysis, folder)
+    _bytes(analysis, folder)
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """An empty figure in inches, on the Agg renderer and without pyplot's global state."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(
+    figure: "Figure", path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]
+) -> None:
+    """Write `path` with suffix .png, and the numbers behind it with suffix .csv."""
+    figure.savefig(path.with_suffix(".png"), dpi=_DPI, metadata={"Software": None})
+    with path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(header)
+        writer.writerows(rows)
+
+
+def _horizons(analysis: Analysis, folder: Path) -> None:
+    """Histogram of the horizons on a logarithmic axis, with the cutoffs."""
+    values = np.concatenate([h.reshape(-1) for h in analysis.horizons])
+    finite = values[np.isfinite(values) & (values > 0)]
+    low = np.floor(np.log10(finite.min())) if finite.size else 0.0
+    high = np.ceil(np.log10(finite.max())) if finite.size else 1.0
+    edges = np.logspace(low, max(high, low + 1), int(8 * max(high - low, 1)) + 1)
+    counts, _ = np.histogram(finite, edges)
+    infinite, zero = int(np.isinf(values).sum()), int((values == 0).sum())
+
+    figure = new_figure(7.0, 3.8)
+    axes = figure.add_subplot()
+    axes.bar(
+        edges[:-1],
+        counts,
+        width=np.diff(edges),
+        align="edge",
+        color=COLOURS[0],
+        edgecolor="white",
+        linewidth=0.5,
+    )
+    axes.set_xscale("log")
+    axes.set_ylim(0, max(1, int(counts.max())) * 1.18)
+    for cutoff in analysis.cutoffs:
+        selection = cutoff.selection
+        axes.axvline(selection.w_max, color=COLOURS[1], linestyle="--", linewidth=1.2)
+        axes.annotate(
+            f"{selection.w_max}\n{100 * selection.fraction:.0f} % kept",
+            (selection.w_max, 1),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(3, -3),
+            textcoords="offset points",
+            ha="left",
+            va="top",
+            fontsize=7,
+            color=COLOURS[1],
+        )
+    beyond = [f"{n} {word}" for n, word in ((infinite, "infinite"), (zero, "zero")) if n]
+    axes.set_xlabel(
+        f"horizon in tokens ({analysis.epsilon:g} of the content left)"
+        + (f"; not shown: {', '.join(beyond)}" if beyond else "")
+    )
+    axes.set_ylabel("key channels" if analysis.spec.unit == "channel" else "value heads")
+    _title(axes, analysis, "static retention horizons; dashed: cutoffs $W_{max}$")
+    rows: list[tuple[object, ...]] = [
+        (_g(a), _g(b), int(n)) for a, b, n in zip(edges[:-1], edges[1:], counts, strict=True)
+    ]
+    rows += [("0", "0", zero), ("inf", "inf", infinite)]
+    save_figure(figure, folder / "horizons", ("from_tokens", "to_tokens", "units"), rows)
+
+
+def _retained(analysis: Analysis, folder: Path) -> None:
+    """Retained share by block and head, one panel per cutoff, full-attention blocks in grey."""
+    spec = analysis.spec
+    heads = max(layer.value_heads for layer in spec.layers)
+    panels, rows = [], []
+    for cutoff in analysis.cutoffs:
+        grid = np.full((spec.num_layers, heads), np.nan)
+        for layer, mask in zip(spec.layers, cutoff.selection.retained, strict=True):
+            share = mask.reshape(layer.value_heads, -1).mean(axis=1)
+            grid[layer.index, : layer.value_heads] = share
+            rows += [
+                (cutoff.selection.w_max, layer.index, head, _g(value))
+                for head, value in enumerate(share)
+            ]
+        panels.append((cutoff.selection, grid))
+
+    from matplotlib import colormaps
+    from matplotlib.patches import Patch
+
+    height = min(10.0, max(2.8, 1.6 + 0.16 * spec.num_layers))
+    figure = new_figure(max(4.2, 1.2 + 2.2 * len(panels)), height)
+    colours = colormaps["viridis"].with_extremes(bad=_FULL_ATTENTION)
+    grids = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for number, (axes, (selection, grid)) in enumerate(zip(grids, panels, strict=True)):
+        image = axes.imshow(
+            np.ma.masked_invalid(grid),
+            cmap=colours,
+            vmin=0,
+            vmax=1,
+            aspect="auto",
+            interpolation="nearest",
+        )
+        axes.set_title(
+            f"$W_{{max}}$ {selection.w_max}: {100 * selection.fraction:.1f} %", fontsize=9
+        )
+        axes.set_xlabel("value head")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.yaxis.get_major_locator().set_params(integer=True)
+        if number == 0:
+            axes.set_ylabel("model block")
+    figure.colorbar(
+        image,
+        ax=list(grids),
+        label=f"retained share of a head's {spec.unit}s"
+        if spec.unit == "channel"
+        else "retained (1) or omitted (0)",
+    )
+    figure.suptitle(f"{analysis.source.name}: units kept in a checkpoint", fontsize=10)
+    figure.legend(
+        handles=[Patch(color=_FULL_ATTENTION, label="full attention (no recurrent state)")],
+        loc="outside lower center",
+        fontsize=8,
+        frameon=False,
+    )
+    save_figure(figure, folder / "retained", ("w_max", "block", "value_head", "share"), rows)
+
+
+def _bytes(analysis: Analysis, folder: Path) -> None:
+    """Bytes of a checkpoint against the cutoff: temporal and full, ragged and padded."""
+    given = [cutoff.selection.w_max for cutoff in analysis.cutoffs]
+    points = cutoffs_at(analysis.spec, analysis.horizons, [*_W_GRID, *given])
+    w_max = [point.selection.w_max for point in points]
+    sizes = [point.accounting for point in points]
+    dense = sizes[0]
+    series = {
+        "full, padded": ([s.padded_bytes for s in sizes], COLOURS[1], "--"),
+        "full, ragged": ([s.ragged_bytes for s in sizes], COLOURS[1], "-"),
+        "temporal, padded": ([s.temporal_padded_bytes for s in sizes], COLOURS[0], "--"),
+        "temporal, ragged": ([s.temporal_ragged_bytes for s in sizes], COLOURS[0], "-"),
+    }
+    figure = new_figure(7.0, 3.8)
+    axes = figure.add_subplot()
+    for label, (values, colour, style) in series.items():
+        axes.plot(w_max, [v / _MIB for v in values], color=colour, linestyle=style, label=label)
+        marked = [v / _MIB for w, v in zip(w_max, values, strict=True) if w in given]
+        axes.plot(sorted(set(given)), marked, "o", color=colour, markersize=4)
+    axes.axhline(dense.dense_bytes / _MIB, color=COLOURS[6], linewidth=0.8, label="dense, full")
+    axes.axhline(
+        dense.conv_bytes / _MIB,
+        color=COLOURS[2],
+        linewidth=0.8,
+        linestyle=":",
+        label="convolution state",
+    )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(_W_GRID, [f"{w:,}" for w in _W_GRID], fontsize=8)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("cutoff $W_{max}$ in tokens")
+    axes.set_ylabel("MiB per checkpoint")
+    axes.legend(fontsize=8, frameon=False, ncols=2)
+    _title(axes, analysis, "bytes of a cached state")
+    rows = [
+        (
+            w,
+            s.temporal_ragged_bytes,
+            s.temporal_padded_bytes,
+            s.ragged_bytes,
+            s.padded_bytes,
+            s.dense_bytes,
+            s.conv_bytes,
+        )
+        for w, s in zip(w_max, sizes, strict=True)
+    ]
+    header = (
+        "w_max",
+        "temporal_ragged_bytes",
+        "temporal_padded_bytes",
+        "full_ragged_bytes",
+        "full_padded_bytes",
+        "full_dense_bytes",
+        "conv_bytes",
+    )
+    save_figure(figure, folder / "bytes", header, rows)
+
+
+def _title(axes: "Axes", analysis: Analysis, text: str) -> None:
+    axes.set_title(f"{analysis.source.name}: {text}", fontsize=10, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _g(value: Any) -> str:
+    """A number with the digits that matter, the same on every platform."""
+    return f"{float(value):.9g}"
