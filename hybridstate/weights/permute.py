@@ -1,0 +1,312 @@
+"""Which entries of which tensor move when heads, key channels or value dims change places.
+
+Everything follows from the family's axis table: a tensor axis is a row of segments, a segment is
+laid out over key heads, value heads, key channels and value dims, and a `LayerOrder` says where
+each of those comes from. Bytes go in and bytes come out, so any stored dtype is permuted exactly.
+
+Moving key channels of one head together in q, k and their convolution (and, for KDA, in the decay
+projection and `dt_bias`) changes no output: the L2 norm and the dot products do not see the order
+(DAMP Eq. 17). Nothing else of a layer depends on it.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridstate.checkpoint.header import DTYPE_BITS
+from hybridstate.errors import PlanMismatch, UnsupportedModel
+from hybridstate.families import AxisRule, LinearLayer, ModelSpec
+from hybridstate.plan.store import Plan
+
+Index = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOrder:
+    """Where everything of a layer comes from; new position -> old position.
+
+    Attributes:
+        bundles: `[Hk]`, key heads (each with its bundle of value heads).
+        heads: `[H]`, value heads, consistent with `bundles`.
+        keys: `[Hk, K]`, key channels, by *old* key head.
+        values: `[H, V]`, value dims, by *old* value head.
+    """
+
+    bundles: Index
+    heads: Index
+    keys: Index
+    values: Index
+
+    @classmethod
+    def identity(cls, layer: LinearLayer) -> "LayerOrder":
+        """The order in which nothing moves."""
+        return cls(
+            np.arange(layer.key_heads),
+            np.arange(layer.value_heads),
+            np.tile(np.arange(layer.key_dim), (layer.key_heads, 1)),
+            np.tile(np.arange(layer.value_dim), (layer.value_heads, 1)),
+        )
+
+    @classmethod
+    def of_keys(cls, layer: LinearLayer, keys: Index) -> "LayerOrder":
+        """Heads stay; key channels of each key head follow `keys` `[Hk, K]`."""
+        order = cls.identity(layer)
+        return cls(order.bundles, order.heads, np.asarray(keys, np.int64), order.values)
+
+    @classmethod
+    def of_value_heads(cls, layer: LinearLayer, keys: Index) -> "LayerOrder":
+        """Heads stay; `keys` is `[H, K]` and must be equal inside each bundle.
+
+        Raises:
+            UnsupportedModel: value heads that share a key head want different orders, which
+                weights cannot express.
+        """
+        bundles = np.asarray(keys, np.int64).reshape(layer.key_heads, layer.bundle, layer.key_dim)
+        if (bundles != bundles[:, :1]).any():
+            raise UnsupportedModel(
+                f"layer {layer.index}: {layer.bundle} value heads share one key head but ask for "
+                "different key orders; weights can hold one order per key head",
+                hint="calibrate with --key-order shared, or export with --no-weights and let the "
+                "kernel gather",
+                layer=layer.index,
+            )
+        return cls.of_keys(layer, bundles[:, 0])
+
+    def inverse(self) -> "LayerOrder":
+        """The order that undoes this one."""
+        bundles, heads = np.argsort(self.bundles), np.argsort(self.heads)
+        return LayerOrder(
+            bundles,
+            heads,
+            np.argsort(self.keys, axis=1)[self.bundles],
+            np.argsort(self.values, axis=1)[self.heads],
+        )
+
+
+def _rows(source: Index, inside: Index) -> Index:
+    """Head-major rows: for each new head its old head's rows, in the order of `inside`."""
+    width = inside.shape[1]
+    rows: Index = (source[:, None] * width + inside[source]).reshape(-1)
+    return rows
+
+
+def _key_rows(layer: LinearLayer, order: LayerOrder) -> Index:
+    return _rows(order.bundles, order.keys)
+
+
+def _value_rows(layer: LinearLayer, order: LayerOrder) -> Index:
+    return _rows(order.heads, order.values)
+
+
+def _key_heads(layer: LinearLayer, order: LayerOrder) -> Index:
+    return order.bundles
+
+
+def _value_heads(layer: LinearLayer, order: LayerOrder) -> Index:
+    return order.heads
+
+
+def _qkvz_groups(layer: LinearLayer, order: LayerOrder) -> Index:
+    """Per key head `[q K | k K | v B*V | z B*V]` (Qwen3-Next)."""
+    K, V, B = layer.key_dim, layer.value_dim, layer.bundle
+    size = 2 * K + 2 * B * V
+    pieces = []
+    for new, old in enumerate(order.bundles):
+        heads = order.heads[new * B : (new + 1) * B]
+        start = old * size
+        inside = heads % B  # position inside the old bundle
+        values = (inside[:, None] * V + order.values[heads]).reshape(-1)
+        pieces += [
+            start + order.keys[old],
+            start + K + order.keys[old],
+            start + 2 * K + values,
+            start + 2 * K + B * V + values,
+        ]
+    return np.concatenate(pieces)
+
+
+def _ba_groups(layer: LinearLayer, order: LayerOrder) -> Index:
+    """Per key head `[b B | a B]` (Qwen3-Next)."""
+    B = layer.bundle
+    pieces = []
+    for new, old in enumerate(order.bundles):
+        inside = order.heads[new * B : (new + 1) * B] % B
+        pieces += [old * 2 * B + inside, old * 2 * B + B + inside]
+    return np.concatenate(pieces)
+
+
+def _value_shared(layer: LinearLayer, order: LayerOrder) -> Index:
+    """One vector for all heads: it can follow only an order that all heads share."""
+    if (order.values != order.values[:1]).any():
+        raise UnsupportedModel(
+            f"layer {layer.index}: heads ask for different value orders, but they share one output "
+            "norm weight",
+            hint="fold the norm into the output projection, or use one common value order",
+            layer=layer.index,
+        )
+    common: Index = order.values[0]
+    return common
+
+
+_SEGMENTS: Mapping[str, Callable[[LinearLayer, LayerOrder], Index]] = {
+    "key_rows": _key_rows,
+    "value_rows": _value_rows,
+    "key_heads": _key_heads,
+    "value_heads": _value_heads,
+    "qkvz_groups": _qkvz_groups,
+    "ba_groups": _ba_groups,
+    "value_shared": _value_shared,
+}
+
+
+def axis_index(layer: LinearLayer, rule: AxisRule, order: LayerOrder, length: int) -> Index:
+    """Old position of every new entry along one axis of `length` entries.
+
+    Raises:
+        UnsupportedModel: the segments do not add up to `length`, or the order cannot be expressed.
+    """
+    pieces: list[Index] = []
+    start = 0
+    for segment in rule.segments:
+        if segment == "padding":
+            continue
+        index = _SEGMENTS[segment](layer, order)
+        pieces.append(start + index)
+        start += len(index)
+    if start > length or (start < length and "padding" not in rule.segments):
+        raise UnsupportedModel(
+            f"an axis of {length} entries, expected {start} ({' + '.join(rule.segments)})",
+            hint="export from the checkpoint as released, not from a re-saved copy",
+            layer=layer.index,
+            found=length,
+            expected=start,
+        )
+    return np.concatenate([*pieces, np.arange(start, length)])
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """What happens to one tensor.
+
+    Attributes:
+        name: tensor name.
+        shape: the stored shape, or an equivalent one (same bytes) in which the axes exist.
+        axes: for each axis in which something moves, old position of every new entry.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[tuple[int, Index], ...]
+
+    @property
+    def still(self) -> bool:
+        """Nothing moves."""
+        return not self.axes
+
+
+def layer_moves(
+    spec: ModelSpec, layer: LinearLayer, order: LayerOrder, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[Move]:
+    """The move of every tensor of a linear layer, also of those that stay as they are.
+
+    Args:
+        shapes: shape of every tensor of the checkpoint by its stored name.
+
+    Raises:
+        UnsupportedModel: a tensor of the layer is not in the family's axis table (scales of a
+            quantised projection, for example), so nobody knows whether it should move.
+    """
+    for name in sorted(n for n in shapes if n.startswith(layer.prefix)):
+        rules = spec.family.axes.get(name.removeprefix(layer.prefix))
+        if rules is None:
+            raise UnsupportedModel(
+                f"{name}: the axis table of {spec.name} does not know this tensor, so the weights "
+                "cannot be permuted safely",
+                hint="use the unquantised checkpoint, or --no-weights and let the kernel gather",
+                tensor=name,
+                layer=layer.index,
+            )
+        try:
+            yield _move(layer, order, name, shapes[name], rules)
+        except UnsupportedModel as error:
+            raise UnsupportedModel(
+                f"{name}: {error.message}", hint=error.hint, tensor=name, **error.context
+            ) from error
+
+
+def _move(
+    layer: LinearLayer,
+    order: LayerOrder,
+    name: str,
+    shape: tuple[int, ...],
+    rules: tuple[AxisRule, ...],
+) -> Move:
+    if len(rules) == 1:
+        shape, axis = _axis_of(layer, rules[0], shape)
+        rules = (AxisRule(axis, rules[0].segments),)
+    axes = [(r.axis, axis_index(layer, r, order, shape[r.axis])) for r in rules]
+    moving = tuple((axis, i) for axis, i in axes if (i != np.arange(len(i))).any())
+    return Move(name, shape, moving)
+
+
+def _axis_of(
+    layer: LinearLayer, rule: AxisRule, shape: tuple[int, ...]
+) -> tuple[tuple[int, ...], int]:
+    """Shape and axis for a rule, also where a release stores `[H]` as `[1, 1, H, 1]`, or a bias
+    `[H K]` as `[H, K]`.
+    """
+    expected = sum(layer.segment_length(segment) for segment in rule.segments)
+    if rule.axis < len(shape) and shape[rule.axis] != expected:
+        leading = shape[: rule.axis]
+        if math.prod(shape[rule.axis :]) == expected:
+            return (*leading, expected), rule.axis
+    elif rule.axis >= len(shape):
+        return (math.prod(shape),), 0
+    return shape, rule.axis
+
+
+def permute(raw: bytes, dtype: str, move: Move) -> bytes:
+    """The bytes of a tensor after a move; `raw` holds it row-major in its safetensors dtype.
+
+    Raises:
+        UnsupportedModel: the dtype packs several entries into a byte.
+    """
+    bits = DTYPE_BITS[dtype]
+    if bits % 8:
+        raise UnsupportedModel(
+            f"{move.name}: cannot permute {dtype}, its entries share bytes",
+            hint="use the unquantised checkpoint, or --no-weights and let the kernel gather",
+            tensor=move.name,
+            found=dtype,
+        )
+    array = np.frombuffer(raw, f"u{bits // 8}").reshape(move.shape)
+    for axis, index in move.axes:
+        array = np.take(array, index, axis=axis)
+    return array.tobytes()
+
+
+def layer_orders(plan: Plan, spec: ModelSpec) -> tuple[LayerOrder, ...]:
+    """What the weights of each linear layer absorb of a plan: its key order, if one is shared.
+
+    Raises:
+        PlanMismatch: the plan describes other layers.
+        UnsupportedModel: the plan keeps one key order per value head, which weights cannot hold.
+    """
+    precision = plan.document.precision
+    orders = []
+    for layer in spec.layers:
+        keys = plan.array(layer.index, "key_order")
+        if precision is None or keys is None:
+            orders.append(LayerOrder.identity(layer))
+            continue
+        if keys.shape != (layer.value_heads, layer.key_dim):
+            raise PlanMismatch(
+                f"layer {layer.index}: the plan orders {list(keys.shape)} key channels, the model "
+                f"has {[layer.value_heads, layer.key_dim]}",
+                layer=layer.index,
+            )
+        orders.append(LayerOrder.of_value_heads(layer, keys))
+    return tuple(orders)

@@ -1,0 +1,265 @@
+"""A checkpoint written again with its linear-attention tensors permuted, never through a model.
+
+Shards are streamed: header bytes, untouched tensors and gaps are copied, a permuted tensor is read
+whole and written in its old place. So names, dtypes, order, shard layout and metadata stay, two
+exports are byte-equal, and memory peaks at the largest permuted tensor (twice). Holes of sparse
+files stay holes.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from hybridstate.checkpoint import Checkpoint, TensorEntry, open_checkpoint
+from hybridstate.errors import PlanMismatch, SourceError, UnsupportedModel, UsageError
+from hybridstate.plan.compare import checkpoint_digests
+from hybridstate.plan.schema import PLAN_FILE, SCHEMA_VERSION, to_content
+from hybridstate.plan.store import STATE_PLAN, Plan, seal, write_files
+from hybridstate.weights.permute import LayerOrder, Move, layer_moves, permute
+
+Progress = Callable[[str, int, int], None]
+
+_CHUNK_BYTES: Final = 1 << 22
+_OTHER_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+"""Endings of files that may hold the same weights in the old order: never copied along."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What an export will do, known before the first byte is written.
+
+    Attributes:
+        moves: tensors that change, by name.
+        tensors: all tensors of the checkpoint.
+        shards: files to rewrite.
+        side_files: files copied as they are, relative to the checkpoint.
+        left_out: files not copied, since they may hold weights in the old order.
+        nbytes: disk space the export takes (holes of sparse files excluded).
+    """
+
+    moves: Mapping[str, Move]
+    tensors: int
+    shards: tuple[Path, ...]
+    side_files: tuple[Path, ...]
+    left_out: tuple[Path, ...]
+    nbytes: int
+
+
+def lay_out(checkpoint: Checkpoint, orders: Sequence[LayerOrder]) -> Layout:
+    """Decide for every tensor and file what happens to it; reads headers only.
+
+    Raises:
+        UnsupportedModel: a tensor cannot follow its layer's order.
+        UsageError: the checkpoint is itself an export.
+    """
+    if STATE_PLAN in checkpoint.config:
+        raise UsageError(
+            f"{checkpoint.name} was itself written by export-plan",
+            hint="export from the original checkpoint",
+            model=checkpoint.name,
+        )
+    moves: dict[str, Move] = {}
+    for layer, order in zip(checkpoint.spec.layers, orders, strict=True):
+        for move in layer_moves(checkpoint.spec, layer, order, checkpoint.shapes):
+            if not move.still:
+                _refuse_shared_bytes(move, checkpoint.entries[move.name])
+                moves[move.name] = move
+    side: list[Path] = []
+    left_out: list[Path] = []
+    for file in _files(checkpoint.path):
+        if file in checkpoint.files:
+            continue
+        (left_out if file.suffix in _OTHER_WEIGHTS else side).append(
+            file.relative_to(checkpoint.path)
+        )
+    nbytes = sum(
+        _allocated(file) for file in (*checkpoint.files, *(checkpoint.path / name for name in side))
+    )
+    return Layout(
+        moves, len(checkpoint.entries), checkpoint.files, tuple(side), tuple(left_out), nbytes
+    )
+
+
+def _refuse_shared_bytes(move: Move, entry: TensorEntry) -> None:
+    if entry.dtype.startswith(("F4", "F6")):
+        raise UnsupportedModel(
+            f"{move.name}: cannot permute {entry.dtype}, its entries share bytes",
+            hint="use the unquantised checkpoint, or --no-weights and let the kernel gather",
+            tensor=move.name,
+            found=entry.dtype,
+        )
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Files of a checkpoint in name order, without hidden ones (download caches, git)."""
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith("."):
+            continue
+        if path.is_dir():
+            yield from _files(path)
+        else:
+            yield path
+
+
+def _allocated(file: Path) -> int:
+    status = file.stat()
+    blocks: int | None = getattr(status, "st_blocks", None)  # absent on Windows
+    return status.st_size if blocks is None else min(status.st_size, 512 * blocks)
+
+
+def check_disk(layout: Layout, target: Path) -> None:
+    """Refuse before the first byte if the export does not fit.
+
+    Raises:
+        UsageError: with the bytes needed and free.
+    """
+    parent = next(p for p in (target, *target.absolute().parents) if p.is_dir())
+    free = shutil.disk_usage(parent).free
+    if free < layout.nbytes:
+        raise UsageError(
+            f"{target} needs {layout.nbytes:,} bytes, {parent} has {free:,} free",
+            hint="choose a folder on a larger disk, or --no-weights",
+            file=str(target),
+            found=free,
+            expected=layout.nbytes,
+        )
+
+
+def write_checkpoint(
+    checkpoint: Checkpoint,
+    plan: Plan,
+    layout: Layout,
+    folder: Path,
+    *,
+    progress: Progress | None = None,
+) -> Plan:
+    """Fill `folder` with the permuted checkpoint and its plan; the caller makes it appear at once.
+
+    Args:
+        plan: a plan made from this checkpoint.
+        folder: an existing empty folder.
+        progress: called with ("write", tensors done, tensors).
+
+    Returns:
+        the plan with `model.exported` filled in, as written to `state_plan/`.
+
+    Raises:
+        SourceError: a shard shrank or cannot be read.
+    """
+    done = 0
+    for name in layout.side_files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(checkpoint.path / name, folder / name)
+    for shard in layout.shards:
+        inside = [n for n, entry in checkpoint.entries.items() if entry.file == shard]
+        _write_shard(checkpoint, shard, folder / shard.name, layout.moves)
+        done += len(inside)
+        if progress is not None:
+            progress("write", done, layout.tensors)
+    exported = with_exported(plan, open_checkpoint(folder, lower_bound=checkpoint.lower_bound))
+    bundle = folder / STATE_PLAN
+    bundle.mkdir()
+    write_files(exported, bundle)
+    _name_plan(folder / "config.json", exported)
+    return exported
+
+
+def with_exported(plan: Plan, exported: Checkpoint) -> Plan:
+    """The plan with the digests of its permuted checkpoint.
+
+    Raises:
+        PlanMismatch: the exported config is not the original's.
+    """
+    digests = checkpoint_digests(exported)
+    if digests.config != plan.document.model.original.config:
+        raise PlanMismatch("the exported config differs from the original", found=digests.config)
+    content = to_content(plan.document)
+    content["model"]["exported"] = digests.model_dump()
+    del content["arrays"], content["content_digest"]
+    return seal(content, plan.arrays)
+
+
+def _name_plan(config: Path, plan: Plan) -> None:
+    """Append one key to `config.json` and leave every other byte of it alone."""
+    reference = {
+        "file": f"{STATE_PLAN}/{PLAN_FILE}",
+        "schema": SCHEMA_VERSION,
+        "digest": plan.digest,
+    }
+    text = config.read_text(encoding="utf-8")
+    before = json.loads(text)
+    body = text.rstrip().removesuffix("}").rstrip()
+    inner = json.dumps(reference, indent=2).replace("\n", "\n  ")
+    text = f'{body}{"," if before else ""}\n  "{STATE_PLAN}": {inner}\n}}\n'
+    if json.loads(text) != {**before, STATE_PLAN: reference}:
+        raise SourceError(f"{config}: cannot add {STATE_PLAN} to it", file=str(config))
+    config.write_text(text, encoding="utf-8")
+
+
+def _write_shard(
+    checkpoint: Checkpoint, source: Path, target: Path, moves: Mapping[str, Move]
+) -> None:
+    moving = sorted(
+        (entry.start, name)
+        for name, entry in checkpoint.entries.items()
+        if entry.file == source and name in moves and entry.nbytes
+    )
+    try:
+        # unbuffered: the search for holes moves the file position behind a buffer's back
+        with source.open("rb", buffering=0) as reader, target.open("wb") as writer:
+            size = os.fstat(reader.fileno()).st_size
+            position = 0
+            for start, name in moving:
+                entry = checkpoint.entries[name]
+                _copy_range(reader, writer, position, start)
+                if next(_filled(reader, entry.start, entry.end), None) is not None:
+                    raw = checkpoint.read_raw(name)
+                    writer.seek(start)
+                    writer.write(permute(raw, entry.dtype, moves[name]))
+                position = entry.end
+            _copy_range(reader, writer, position, size)
+            writer.truncate(size)
+    except OSError as error:
+        if error.filename in (None, str(target)):
+            raise UsageError(
+                f"cannot write {target}: {error.strerror}", file=str(target)
+            ) from error
+        raise SourceError(f"{source}: {error.strerror}", file=str(source)) from error
+
+
+def _copy_range(reader: FileIO, writer: BinaryIO, start: int, end: int) -> None:
+    """Copy bytes [start, end) to the same place, skipping the holes of the source."""
+    for first, last in _filled(reader, start, end):
+        reader.seek(first)
+        writer.seek(first)
+        left = last - first
+        while left:
+            piece = reader.read(min(left, _CHUNK_BYTES))
+            if not piece:
+                raise SourceError(f"{reader.name} shrank while it was read", file=str(reader.name))
+            writer.write(piece)
+            left -= len(piece)
+
+
+def _filled(reader: FileIO, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """The parts of [start, end) that a sparse file really stores; all of it where none can tell."""
+    seek_data: Any = getattr(os, "SEEK_DATA", None)
+    if seek_data is None:
+        if start < end:
+            yield start, end
+        return
+    position = start
+    while position < end:
+        try:
+            first = os.lseek(reader.fileno(), position, seek_data)
+        except OSError:  # no data behind this position
+            return
+        if first >= end:
+            return
+        position = min(os.lseek(reader.fileno(), first, os.SEEK_HOLE), end)
+        yield first, position
