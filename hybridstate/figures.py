@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hybridstate.plan.analysis import Analysis, cutoffs_at
+from hybridstate.plan.select import Selection
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -79,20 +81,21 @@ def _horizons(analysis: Analysis, folder: Path) -> None:
         linewidth=0.5,
     )
     axes.set_xscale("log")
-    axes.set_ylim(0, max(1, int(counts.max())) * 1.18)
-    for cutoff in analysis.cutoffs:
+    axes.set_ylim(0, max(1, int(counts.max())) * 1.22)
+    axes.set_xlim(edges[0], edges[-1])
+    for number, cutoff in enumerate(analysis.cutoffs):
         selection = cutoff.selection
         axes.axvline(selection.w_max, color=COLOURS[1], linestyle="--", linewidth=1.2)
         axes.annotate(
-            f"{selection.w_max}\n{100 * selection.fraction:.0f} % kept",
-            (selection.w_max, 1),
+            f"{selection.w_max}: {100 * selection.fraction:.0f} % kept",
+            (selection.w_max, 1 - 0.06 * (number % 3)),
             xycoords=axes.get_xaxis_transform(),
-            xytext=(3, -3),
+            xytext=(3, -2),
             textcoords="offset points",
-            ha="left",
             va="top",
-            fontsize=7,
+            fontsize=7.5,
             color=COLOURS[1],
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.6},
         )
     beyond = [f"{n} {word}" for n, word in ((infinite, "infinite"), (zero, "zero")) if n]
     axes.set_xlabel(
@@ -124,14 +127,26 @@ def _retained(analysis: Analysis, folder: Path) -> None:
             ]
         panels.append((cutoff.selection, grid))
 
+    figure = _panels(analysis, panels)
+    save_figure(figure, folder / "retained", ("w_max", "block", "value_head", "share"), rows)
+
+
+def _panels(
+    analysis: Analysis, panels: Sequence[tuple[Selection, NDArray[np.float64]]]
+) -> "Figure":
+    """One map per selection, at most four in a row; NaN is full attention."""
     from matplotlib import colormaps
     from matplotlib.patches import Patch
 
-    height = min(10.0, max(2.8, 1.6 + 0.16 * spec.num_layers))
-    figure = new_figure(max(4.2, 1.2 + 2.2 * len(panels)), height)
+    columns = min(4, len(panels))
+    lines = -(-len(panels) // columns)
+    height = min(9.0, max(2.4, 1.0 + 0.16 * analysis.spec.num_layers)) * lines + 0.6
+    figure = new_figure(max(4.6, 1.4 + 2.2 * columns), height)
     colours = colormaps["viridis"].with_extremes(bad=_FULL_ATTENTION)
-    grids = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for number, (axes, (selection, grid)) in enumerate(zip(grids, panels, strict=True)):
+    grids = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
+    for axes in grids.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (selection, grid) in zip(grids.flat, panels, strict=False):
         image = axes.imshow(
             np.ma.masked_invalid(grid),
             cmap=colours,
@@ -140,29 +155,25 @@ def _retained(analysis: Analysis, folder: Path) -> None:
             aspect="auto",
             interpolation="nearest",
         )
-        axes.set_title(
-            f"$W_{{max}}$ {selection.w_max}: {100 * selection.fraction:.1f} %", fontsize=9
-        )
-        axes.set_xlabel("value head")
+        share = 100 * selection.fraction
+        axes.set_title(f"$W_{{max}}$ {selection.w_max}: {share:.1f} %", fontsize=9)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.yaxis.get_major_locator().set_params(integer=True)
-        if number == 0:
-            axes.set_ylabel("model block")
-    figure.colorbar(
-        image,
-        ax=list(grids),
-        label=f"retained share of a head's {spec.unit}s"
-        if spec.unit == "channel"
-        else "retained (1) or omitted (0)",
-    )
+    for axes in grids[-1]:
+        axes.set_xlabel("value head")
+    for axes in grids[:, 0]:
+        axes.set_ylabel("model block")
+    legend = [Patch(color=_FULL_ATTENTION, label="full attention (no recurrent state)")]
+    if analysis.spec.unit == "channel":
+        figure.colorbar(image, ax=list(grids.flat), label="share of channels kept")
+    else:
+        legend += [
+            Patch(color=colours(1.0), label="head kept"),
+            Patch(color=colours(0.0), label="head omitted"),
+        ]
     figure.suptitle(f"{analysis.source.name}: units kept in a checkpoint", fontsize=10)
-    figure.legend(
-        handles=[Patch(color=_FULL_ATTENTION, label="full attention (no recurrent state)")],
-        loc="outside lower center",
-        fontsize=8,
-        frameon=False,
-    )
-    save_figure(figure, folder / "retained", ("w_max", "block", "value_head", "share"), rows)
+    figure.legend(handles=legend, loc="outside lower center", fontsize=8, frameon=False, ncols=3)
+    return figure
 
 
 def _bytes(analysis: Analysis, folder: Path) -> None:
