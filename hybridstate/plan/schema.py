@@ -8,7 +8,7 @@ A reader accepts `schema_version` up to its own and refuses a newer one. The JSO
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 SCHEMA_NAME = "hybridstate.plan"
 SCHEMA_VERSION = 1
@@ -93,7 +93,7 @@ class HorizonsBlock(Block):
 
     epsilon: Annotated[float, Field(gt=0, lt=1)]
     gate_input: float
-    chosen_by: Literal["default", "given", "calibrated"]
+    chosen_by: Literal["published", "given", "calibrated"]
 
 
 class SelectedLayer(Block):
@@ -135,7 +135,10 @@ class PlacementBlock(Block):
 
 
 class PrecisionBlock(Block):
-    """The packed live state: `k_hi` FP16 key rows, the rest INT8 in groups along V (DAMP)."""
+    """The packed live state: `k_hi` FP16 key rows, the rest INT8 in groups along V (DAMP).
+
+    `state_packed_bytes` are those of one sequence in a pool, alignment of each head included.
+    """
 
     k_hi: Count
     high_format: Literal["float16"] = "float16"
@@ -165,10 +168,9 @@ class ValidationRow(Block):
 class CalibrationBlock(Block):
     """Where the risk came from and how the selection did on prompts it never saw."""
 
-    protocol: str
+    protocol: Annotated[dict[str, JsonValue], Field(description="options of the calibration")]
     fingerprint: str
     prompt_digests: dict[str, str]
-    horizon: Positive
     seed: int | None = None
     split_agreement: float | None = None
     validation: tuple[ValidationRow, ...] = ()

@@ -119,7 +119,7 @@ def sample_content(
         "provenance": {"versions": {"hybridstate": "0.1.0"}, "commit": None},
     }
     if dasc:
-        content["horizons"] = {"epsilon": 1e-3, "gate_input": -0.3, "chosen_by": "default"}
+        content["horizons"] = {"epsilon": 1e-3, "gate_input": -0.3, "chosen_by": "published"}
         content["selection"] = {
             "w_max": 64,
             "unit": unit,
@@ -146,9 +146,8 @@ def sample_content(
             "state_packed_bytes": dense // 3,
         }
         content["calibration"] = {
-            "protocol": "quick",
+            "protocol": {"profile": "quick", "horizon": 96},
             "fingerprint": "f",
             "prompt_digests": {"fit": DIGEST},
-            "horizon": 256,
         }
     return content, arrays
