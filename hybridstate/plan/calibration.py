@@ -1,0 +1,123 @@
+"""What a plan takes from the folder that `hybridstate calibrate` writes. No torch.
+
+`calibration.json` names the model's digests, the protocol, `k_hi`, `group`, `selector` and
+`key_order`; `calibration.safetensors` holds `layers.{i}.risk` f32 `[H, K]` and
+`layers.{i}.protected` i16 `[H, K_hi]`.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridstate.errors import SourceError
+
+CALIBRATION_FILE: Final = "calibration.json"
+ARRAYS_FILE: Final = "calibration.safetensors"
+_AGAIN: Final = "run `hybridstate calibrate MODEL -o DIR` again"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Calibration:
+    """A calibration as a plan needs it.
+
+    Attributes:
+        path: the folder.
+        model: name of the model it ran on.
+        digests: `config`, `index` and `decay` of that checkpoint.
+        k_hi, group, selector, key_order: the packed format it selected channels for.
+        risk: per linear layer, `[H, K]` float32.
+        protected: per linear layer, `[H, K_hi]`.
+        block: the `calibration` block of the plan.
+    """
+
+    path: Path
+    model: str
+    digests: dict[str, str]
+    k_hi: int
+    group: int
+    selector: str
+    key_order: str
+    risk: tuple[NDArray[np.float32], ...]
+    protected: tuple[NDArray[np.int16], ...]
+    block: dict[str, Any]
+
+
+def read_calibration(path: str | Path) -> Calibration:
+    """Read and check a calibration folder.
+
+    Raises:
+        SourceError: a file is missing or corrupt, or an array has the wrong form.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    folder = Path(path)
+    file, arrays_file = folder / CALIBRATION_FILE, folder / ARRAYS_FILE
+    for needed in (file, arrays_file):
+        if not needed.is_file():
+            raise SourceError(
+                f"{folder} has no {needed.name}",
+                hint=_AGAIN,
+                file=str(needed),
+                expected=needed.name,
+            )
+    try:
+        content = json.loads(file.read_bytes())
+        arrays = load_file(arrays_file)
+    except (OSError, ValueError, TypeError, RecursionError, SafetensorError) as error:
+        raise SourceError(
+            f"{folder}: not readable: {error}", hint=_AGAIN, file=str(folder)
+        ) from error
+    try:
+        return _parse(folder, content, arrays)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise SourceError(
+            f"{file}: {type(error).__name__} at {error}: not a calibration this version reads",
+            hint=_AGAIN,
+            file=str(file),
+        ) from error
+
+
+def _parse(folder: Path, content: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Calibration:
+    indices = sorted(int(name.split(".")[1]) for name in arrays if name.endswith(".risk"))
+    if not indices:
+        raise SourceError(f"{folder / ARRAYS_FILE} holds no layers.*.risk", file=str(folder))
+    k_hi = int(content["k_hi"])
+    risk, protected = [], []
+    for index in indices:
+        scores = arrays[f"layers.{index}.risk"]
+        chosen = arrays[f"layers.{index}.protected"]
+        if scores.ndim != 2 or chosen.shape != (scores.shape[0], k_hi):
+            raise SourceError(
+                f"{folder / ARRAYS_FILE}: layers.{index}: risk {list(scores.shape)} and protected "
+                f"{list(chosen.shape)} do not fit {k_hi} channels per head",
+                hint=_AGAIN,
+                file=str(folder / ARRAYS_FILE),
+                layer=index,
+            )
+        risk.append(scores)
+        protected.append(chosen)
+    model = content["model"]
+    return Calibration(
+        path=folder,
+        model=str(model["name"]),
+        digests={part: str(model["digests"][part]) for part in ("config", "index", "decay")},
+        k_hi=k_hi,
+        group=int(content["group"]),
+        selector=str(content["selector"]),
+        key_order=str(content["key_order"]),
+        risk=tuple(risk),
+        protected=tuple(protected),
+        block={
+            "protocol": content["protocol"],
+            "fingerprint": content["fingerprint"],
+            "prompt_digests": content["prompt_digests"],
+            "seed": content.get("seed"),
+            "split_agreement": content.get("split_agreement"),
+            "validation": content.get("validation", []),
+        },
+    )
