@@ -1,0 +1,203 @@
+"""Write what is generated: README tables, docs/results.md, docs/cli.md, the plan schema; `--figures` for the pictures.
+
+Numbers come from `benchmarks/*.json` and from the commands themselves; a table whose source does not exist is left out.
+`--check` writes nothing and fails when a page differs from its sources.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import tables
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+MODELS = ("tiny-gdn", "tiny-kda")
+FIGURE_W_MAX = (16, 64, 128, 512)
+
+BLOCK = re.compile(
+    r"(?P<head><!-- generated: (?P<name>[a-z-]+)[^>]*-->\n)(?P<body>.*?)(?P<tail><!-- end -->)",
+    re.S,
+)
+NOTICE = "<!-- written by scripts/generate.py from {sources}; do not edit -->\n"
+
+
+def recorded(pattern: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Result files, by name; a document with an envelope gives what is inside it as `result`."""
+    for path in sorted(BENCHMARKS.glob(pattern)):
+        document: dict[str, Any] = json.loads(path.read_text())
+        yield path, document
+
+
+def source_line(path: Path, document: dict[str, Any]) -> str:
+    """Where a table comes from: file, device, versions, commit."""
+    env: dict[str, Any] = document.get("environment") or document.get("provenance") or {}
+    parts = [f"[{path.name}](../{path.relative_to(ROOT)})"]
+    parts += [str(env[key]) for key in ("device", "device_name", "gpu") if env.get(key)][:1]
+    parts += [
+        f"{name} {env[name]}" for name in ("torch", "transformers", "triton") if env.get(name)
+    ]
+    if env.get("commit"):
+        parts.append(f"commit {env['commit'][:12]}")
+    return "Source: " + ", ".join(parts) + "."
+
+
+# --- blocks of the README and of docs/results.md ----------------------------------------------------
+
+
+def embedded_analyses() -> list[dict[str, Any]]:
+    from hybridstate import analyze
+    from hybridstate.checkpoint import EMBEDDED
+
+    return [analyze(name).to_json() for name in MODELS if name in EMBEDDED]
+
+
+def retained_block() -> str:
+    return tables.retained(embedded_analyses())
+
+
+def per_model(pattern: str, table: Callable[[dict[str, Any]], str]) -> str:
+    """One table per recorded file, each under the model's name."""
+    parts = []
+    for path, document in recorded(pattern):
+        text = table(document["result"])
+        if text:
+            parts.append(f"`{document.get('model') or path.stem}`\n\n{text}")
+    return "\n\n".join(parts)
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "retained": retained_block,
+    "restore": lambda: per_model("restore-*.json", tables.restore),
+    "decode": lambda: per_model("decode-*.json", tables.decode),
+}
+
+
+def readme() -> str:
+    """README.md with every generated block written anew."""
+    text = (ROOT / "README.md").read_text()
+
+    def fill(match: re.Match[str]) -> str:
+        body = BLOCKS[match["name"]]()
+        return match["head"] + (f"\n{body}\n\n" if body else "") + match["tail"]
+
+    return BLOCK.sub(fill, text)
+
+
+RESULTS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
+    ("Restoring a cached prefix", "restore-*.json", tables.restore),
+    ("DASC against random masks of the same size", "restore-*.json", tables.advantage),
+    ("What the models need their state for", "restore-*.json", tables.interventions),
+    ("Time per output token", "decode-*.json", tables.decode),
+)
+
+
+def results() -> str:
+    """docs/results.md: every table, with its source."""
+    parts = ["# Results\n", NOTICE.format(sources="benchmarks/*.json")]
+    parts.append(
+        "Each table names the recorded file it was made from, which holds every sample and the "
+        "command. Task questions are synthetic; prose is held-out text.\n"
+    )
+    for title, pattern, table in RESULTS:
+        found = [
+            (path, document, text)
+            for path, document in recorded(pattern)
+            if (text := table(document["result"]))
+        ]
+        if found:
+            parts.append(f"## {title}\n")
+        for path, document, text in found:
+            parts.append(f"### {document.get('model') or path.stem}\n")
+            parts.append(f"{text}\n")
+            parts.append(f"{source_line(path, document)}\n")
+    return "\n".join(parts)
+
+
+# --- docs/cli.md --------------------------------------------------------------------------------------
+
+
+def command_line() -> str:
+    """docs/cli.md: the help text of every command."""
+    from typer.main import get_command
+    from typer.testing import CliRunner
+
+    from hybridstate.cli.main import app
+
+    os.environ["COLUMNS"] = "100"
+    runner = CliRunner()
+
+    def paths(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+        yield path
+        for name, child in getattr(command, "commands", {}).items():
+            yield from paths(child, (*path, name))
+
+    parts = ["# Command line\n", NOTICE.format(sources="--help")]
+    parts.append("Exit codes and the JSON document: [errors.md](errors.md).\n")
+    for path in paths(get_command(app)):
+        result = runner.invoke(app, [*path, "--help"], prog_name="hybridstate")
+        text = "\n".join(line.rstrip() for line in result.output.strip().splitlines())
+        parts.append(f"## {' '.join(('hybridstate', *path))}\n\n```text\n{text}\n```\n")
+    return "\n".join(parts)
+
+
+def plan_schema() -> str:
+    from hybridstate.plan.schema import json_schema
+
+    return json_schema()
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "README.md": readme,
+    "docs/results.md": results,
+    "docs/cli.md": command_line,
+    "plans/plan.schema.json": plan_schema,
+}
+
+
+# --- figures -----------------------------------------------------------------------------------------
+
+
+def draw_figures() -> None:
+    """figures/MODEL/: what `analyze -o` draws, for the embedded models."""
+    from hybridstate import analyze
+    from hybridstate.figures import analysis_figures
+
+    for name in MODELS:
+        folder = ROOT / "figures" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        analysis_figures(analyze(name, w_max=FIGURE_W_MAX), folder)
+        print(f"figures/{name}/")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="fail when a page is stale")
+    parser.add_argument("--figures", action="store_true", help="draw figures/ instead")
+    options = parser.parse_args()
+    if options.figures:
+        draw_figures()
+        return 0
+    stale = []
+    for name, page in PAGES.items():
+        path, text = ROOT / name, page()
+        if path.exists() and path.read_text() == text:
+            continue
+        stale.append(name)
+        if not options.check:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+            print(f"wrote {name}")
+    if options.check and stale:
+        print(f"stale: {', '.join(stale)}; run `make generate` and commit the result")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""Markdown tables from recorded results. Pure functions: parsed JSON in, lines out.
+
+Each result file is the document that a command printed with `--json` or wrote with `-o`; the tables below take its
+`result`. Nothing is rounded away silently: cells carry as many digits as the table says.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+Result = Mapping[str, Any]
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; the first column is text, the others are numbers and stand on the right."""
+    head = "| " + " | ".join(columns) + " |"
+    rule = "|---|" + "---:|" * (len(columns) - 1)
+    return "\n".join([head, rule, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    return "" if value is None else f"{100 * value:.{digits}f} %"
+
+
+def times(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}x"
+
+
+def milliseconds(value: float | None) -> str:
+    return "" if value is None else f"{1e3 * value:.3g} ms"
+
+
+def small(value: float | None, digits: int = 4) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+# --- analyze --------------------------------------------------------------------------------------
+
+
+def retained(analyses: Sequence[Result]) -> str:
+    """Share of units kept per cutoff, and what the whole checkpoint shrinks by."""
+    cutoffs = [str(c["w_max"]) for c in analyses[0]["cutoffs"]]
+    rows = []
+    for analysis in analyses:
+        model = analysis["model"]
+        horizon = analysis["horizons"]["tokens"]
+        cells = [
+            f"{percent(c['fraction'])}, {times(c['ratio_full_ragged'])}"
+            for c in analysis["cutoffs"]
+        ]
+        unit = {"head": "value heads", "channel": "key channels"}[model["unit"]]
+        rows.append(
+            [
+                f"`{model['name']}`",
+                f"{horizon['units']:,} {unit}",
+                f"{horizon['median']:,.0f}",
+                *cells,
+            ]
+        )
+    return markdown(["model", "units", "median horizon", *(f"W_max {w}" for w in cutoffs)], rows)
+
+
+# --- bench restore --------------------------------------------------------------------------------
+
+
+def restore(result: Result) -> str:
+    """Answers and prose after loading: dense, NR, WR and random masks, by cutoff."""
+    arms = {arm["arm"]: arm for arm in result["arms"]}
+    dense = arms["dense"]
+    task_names = list(dense["tasks"])
+    rows = [
+        _restore_row("dense", dense, task_names),
+        _restore_row("recompute", arms["recompute"], task_names),
+    ]
+    for w_max in sorted({arm["w_max"] for arm in result["arms"] if arm["w_max"] is not None}):
+        rows.append(_restore_row(f"W_max {w_max}, NR", arms[f"nr-{w_max}"], task_names))
+        rows.append(_restore_row(f"W_max {w_max}, WR", arms[f"wr-{w_max}"], task_names))
+        random = [c for c in result["comparisons"] if c["w_max"] == w_max]
+        if random:
+            rows.append(_random_row(w_max, arms[f"nr-{w_max}"], random, task_names))
+    columns = ["restored with", "kept", "size", *task_names, "prose KL", "bits/byte", "TTFT"]
+    return markdown(columns, rows)
+
+
+def _restore_row(label: str, arm: Result, task_names: Sequence[str]) -> list[str]:
+    timing = arm["ttft_s"]
+    prose = arm.get("prose", {})
+    kept = arm["retained_units"] / arm["units"] if arm["units"] else None
+    return [
+        label,
+        percent(kept),
+        times(arm["ratio_full"]),
+        *(percent(arm["tasks"][task]["accuracy"]) for task in task_names),
+        small(prose.get("kl")),
+        small(prose.get("bits_per_byte"), 3),
+        milliseconds(timing["median"] if timing else None),
+    ]
+
+
+def _random_row(
+    w_max: int, native: Result, comparisons: Sequence[Result], task_names: Sequence[str]
+) -> list[str]:
+    by_name = {(c["kind"] if c["metric"] == "accuracy" else c["metric"]): c for c in comparisons}
+
+    def cell(name: str, show: Callable[[float], str]) -> str:
+        entry = by_name.get(name)
+        if entry is None:
+            return ""
+        spread = entry["random_sd"]
+        return show(entry["random_mean"]) + (f" ± {show(spread)}" if spread is not None else "")
+
+    return [
+        f"W_max {w_max}, random",
+        percent(native["retained_units"] / native["units"]),
+        times(native["ratio_full"]),
+        *(cell(task, percent) for task in task_names),
+        cell("kl", small),
+        cell("bits_per_byte", lambda value: small(value, 3)),
+        "",
+    ]
+
+
+def advantage(result: Result) -> str:
+    """DASC (NR) minus the mean of the random masks on the same questions."""
+    rows = []
+    for entry in result["comparisons"]:
+        scale, unit = (100, " points") if entry["metric"] == "accuracy" else (1, "")
+        low, high = (scale * bound for bound in entry["interval_95"])
+        digits = 1 if scale == 100 else 4
+        shares = [o["jaccard"] for o in entry["overlap"]]
+        label = entry["kind"] if entry["metric"] == "accuracy" else f"prose, {entry['metric']}"
+        rows.append(
+            [
+                f"W_max {entry['w_max']}, {label}",
+                f"{scale * entry['difference']:+.{digits}f}{unit}",
+                f"{low:+.{digits}f} to {high:+.{digits}f}",
+                f"{entry['cases']}",
+                f"{percent(min(shares))} to {percent(max(shares))}",
+            ]
+        )
+    return markdown(["", "difference", "95 % interval", "cases", "mask overlap (Jaccard)"], rows)
+
+
+def interventions(result: Result) -> str:
+    """What the model loses without its state, its KV cache, or both."""
+    arms = result["interventions"]
+    if not arms:
+        return ""
+    names = list(arms[0]["tasks"])
+    rows = [
+        [
+            arm["arm"],
+            *(percent(arm["tasks"][name]["accuracy"]) for name in names),
+            small(arm.get("prose", {}).get("bits_per_byte"), 3),
+        ]
+        for arm in arms
+    ]
+    return markdown(["taken away", *names, "prose bits/byte"], rows)
+
+
+# --- bench decode ---------------------------------------------------------------------------------
+
+
+def decode(result: Result) -> str:
+    """Time per output token by batch and state format."""
+    base = {
+        row["batch"]: row["tpot_s"]["median"] for row in result["rows"] if row["state"] == "fp32"
+    }
+    rows = [
+        [
+            f"batch {row['batch']}, {row['state']}",
+            f"{row['backend']}, {row['mode']}",
+            f"{row['state_bytes_per_request']:,}",
+            milliseconds(row["tpot_s"]["median"]),
+            times(base[row["batch"]] / row["tpot_s"]["median"]) if row["batch"] in base else "",
+            f"{row['state_gb_per_s']:,.1f}",
+        ]
+        for row in result["rows"]
+    ]
+    columns = ["", "ran on", "state bytes/request", "TPOT", "FP32 over this", "state GB/s"]
+    return markdown(columns, rows)
