@@ -30,8 +30,9 @@ def register(app: typer.Typer) -> None:
     """Add the verb."""
     app.command(
         "analyze",
-        epilog="Examples: hybridstate analyze tiny-kda; "
-        "hybridstate analyze ./Qwen3.6-35B-A3B --w-max 64 --w-max 256 -o analysis",
+        short_help="Horizons, retained units and bytes from the weights alone.",
+        epilog="Example: hybridstate analyze tiny-kda\n\n"
+        "Example: hybridstate analyze ./Qwen3.6-35B-A3B --w-max 64 --w-max 256 -o out",
     )(analyze)
 
 

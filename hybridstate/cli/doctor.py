@@ -13,6 +13,7 @@ def register(app: typer.Typer) -> None:
     """Add the verb."""
     app.command(
         "doctor",
+        short_help="Versions, GPU, kernels and embedded models.",
         epilog="Example: hybridstate doctor --json",
     )(doctor)
 

@@ -20,7 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=(
-        "Examples: hybridstate analyze tiny-kda; hybridstate analyze ./Qwen3.6-35B-A3B --json. "
+        "Example: hybridstate analyze tiny-kda\n\n"
         "Exit codes: 0 ok, 1 bug, 2 usage, 3 model cannot be read, 4 model not supported, "
         "5 invalid numbers, 6 plan does not fit, 7 missing hardware or package, 130 interrupted."
     ),
