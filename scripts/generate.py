@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,15 +51,32 @@ def source_line(path: Path, document: dict[str, Any]) -> str:
 # --- blocks of the README and of docs/results.md ----------------------------------------------------
 
 
-def embedded_analyses() -> list[dict[str, Any]]:
-    from hybridstate import analyze
-    from hybridstate.checkpoint import EMBEDDED
-
-    return [analyze(name).to_json() for name in MODELS if name in EMBEDDED]
+def embedded(name: str) -> bool:
+    return (ROOT / "hybridstate" / "models" / name / "config.json").exists()
 
 
 def retained_block() -> str:
-    return tables.retained(embedded_analyses())
+    from hybridstate import analyze
+
+    analyses = [analyze(name).to_json() for name in MODELS if embedded(name)]
+    return tables.retained(analyses) if analyses else ""
+
+
+def analyze_block() -> str:
+    """What `hybridstate analyze tiny-kda` prints."""
+    name = "tiny-kda"
+    if not embedded(name):
+        return ""
+    command = ["hybridstate", "analyze", name, "--quiet"]
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        env=os.environ | {"NO_COLOR": "1", "COLUMNS": "200", "PYTHONIOENCODING": "utf-8"},
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
+    )
+    text = "\n".join(line.rstrip() for line in done.stdout.splitlines())
+    return f"```console\n$ {' '.join(command)}\n{text}\n```"
 
 
 def per_model(pattern: str, table: Callable[[dict[str, Any]], str]) -> str:
@@ -72,8 +90,11 @@ def per_model(pattern: str, table: Callable[[dict[str, Any]], str]) -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
+    "analyze": analyze_block,
     "retained": retained_block,
     "restore": lambda: per_model("restore-*.json", tables.restore),
+    "precision": lambda: "",
+    "update": lambda: "",
     "decode": lambda: per_model("decode-*.json", tables.decode),
 }
 
@@ -168,7 +189,7 @@ def draw_figures() -> None:
     from hybridstate import analyze
     from hybridstate.figures import analysis_figures
 
-    for name in MODELS:
+    for name in filter(embedded, MODELS):
         folder = ROOT / "figures" / name
         folder.mkdir(parents=True, exist_ok=True)
         analysis_figures(analyze(name, w_max=FIGURE_W_MAX), folder)
