@@ -1,13 +1,18 @@
 """The verbs, each as the list of its stages. No mathematics, no printing: read this file first."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybridstate.defaults import EPSILON, W_MAX
+from hybridstate.errors import UsageError
 
 if TYPE_CHECKING:
     from hybridstate.plan.analysis import Analysis
+    from hybridstate.quality.verify import Verification
+    from hybridstate.weights.export import ExportedPlan
+
+    Progress = Callable[[str, int, int], None]
 
 
 def analyze(
@@ -59,4 +64,138 @@ def analyze(
         horizons=horizons,
         cutoffs=cutoffs,
         warnings=checkpoint.warnings + near_cutoff_warnings(cutoffs),
+    )
+
+
+def export_plan(
+    model: str | Path,
+    *,
+    out: str | Path,
+    w_max: int | None = None,
+    calibration: str | Path | None = None,
+    weights: bool | None = None,
+    gate_input: float | None = None,
+    epsilon: float = EPSILON,
+    lower_bound: float | None = None,
+    check: bool = False,
+    dry_run: bool = False,
+    force: bool = False,
+    progress: "Progress | None" = None,
+) -> "ExportedPlan":
+    """A plan bundle, and where a key order was calibrated, the checkpoint that carries it.
+
+    Args:
+        model: folder or embedded name.
+        out: output folder; appears whole or not at all.
+        w_max: cutoff in tokens; without it the plan has no selection.
+        calibration: folder of `calibrate`; without it the plan has no packed state.
+        weights: write the permuted checkpoint; by default exactly when its order can be absorbed.
+        gate_input, epsilon, lower_bound: see `analyze`.
+        check: before the folder appears, read the plan back and compare both models.
+        dry_run: do everything but write.
+        force: replace an earlier export.
+        progress: called with (stage, done, total).
+
+    Raises:
+        UsageError: nothing to export, output folder not empty, disk too small.
+        SourceError, UnsupportedModel, NumericError, PlanMismatch: see `hybridstate.errors`.
+    """
+    from hybridstate.checkpoint import open_checkpoint
+    from hybridstate.plan.build import build_plan
+    from hybridstate.plan.calibration import read_calibration
+    from hybridstate.plan.store import OUTPUT_MARKS, write_files
+    from hybridstate.provenance import check_output_folder, fresh_folder
+    from hybridstate.weights.export import ExportedPlan
+    from hybridstate.weights.permute import layer_orders
+    from hybridstate.weights.rewrite import check_disk, lay_out, write_checkpoint
+
+    target = Path(out)
+    check_output_folder(target, force=force, replaces=OUTPUT_MARKS)
+    checkpoint = open_checkpoint(model, lower_bound=lower_bound)
+    measured = None if calibration is None else read_calibration(calibration)
+    if weights and measured is None:
+        raise UsageError(
+            "without a calibration no weight moves, so there is no checkpoint to write",
+            hint="add --calibration DIR, or leave --weights out",
+        )
+    if w_max is None:
+        plan = build_plan(checkpoint, calibration=measured)
+    else:
+        found = analyze(
+            model, w_max=(w_max,), gate_input=gate_input, epsilon=epsilon, lower_bound=lower_bound
+        )
+        plan = build_plan(
+            checkpoint,
+            horizons=found.horizons,
+            gate_input=found.gate_input,
+            gate_input_source=found.gate_input_source,
+            epsilon=epsilon,
+            selection=found.cutoffs[0].selection,
+            calibration=measured,
+        )
+    layout = None
+    if weights or (weights is None and measured is not None and measured.key_order == "shared"):
+        layout = lay_out(checkpoint, layer_orders(plan, checkpoint.spec))
+        check_disk(layout, target)
+    if dry_run:
+        return ExportedPlan(target, plan, layout, written=False)
+    verification = None
+    with fresh_folder(target, force=force, replaces=OUTPUT_MARKS) as folder:
+        if layout is None:
+            write_files(plan, folder)
+        else:
+            plan = write_checkpoint(checkpoint, plan, layout, folder, progress=progress)
+        if check:
+            verification = _check_export(model, folder, layout is not None, lower_bound, progress)
+    return ExportedPlan(target, plan, layout, written=True, verification=verification)
+
+
+def _check_export(
+    model: str | Path,
+    folder: Path,
+    has_weights: bool,
+    lower_bound: float | None,
+    progress: "Progress | None",
+) -> dict[str, Any] | None:
+    """Read the plan back and recognise the model; run both models if weights were written."""
+    from hybridstate.checkpoint import open_checkpoint
+    from hybridstate.plan.compare import verify_against
+    from hybridstate.plan.store import read_plan
+
+    verify_against(read_plan(folder), open_checkpoint(model, lower_bound=lower_bound))
+    return verify(model, folder, progress=progress).to_json() if has_weights else None
+
+
+def verify(
+    original: str | Path,
+    exported: str | Path,
+    *,
+    device: str = "cpu",
+    prompts: int = 4,
+    prompt_tokens: int = 192,
+    new_tokens: int = 32,
+    progress: "Progress | None" = None,
+) -> "Verification":
+    """Account for every tensor of an exported checkpoint, then compare both models' numbers.
+
+    Args:
+        original, exported: the two folders; the plan is read from `exported`.
+        device: `auto`, `cpu` or `cuda`.
+        prompts, prompt_tokens, new_tokens: how much text, and how many greedy tokens follow.
+        progress: called with (stage, done, total).
+
+    Raises:
+        PlanMismatch: not the two checkpoints of one plan, or a tensor differs.
+        NumericError: a state, a logit or a token differs.
+    """
+    from hybridstate.quality.verify import verify as compare
+
+    return compare(
+        original,
+        exported,
+        device=device,
+        prompts=prompts,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        progress=progress,
     )

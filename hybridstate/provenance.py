@@ -11,7 +11,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -113,12 +113,12 @@ def _git(root: Path) -> dict[str, Any]:
     return {"commit": commit, "modified": modified}
 
 
-def check_output_folder(path: Path, *, force: bool = False, replaces: str | None = None) -> None:
+def check_output_folder(path: Path, *, force: bool = False, replaces: Sequence[str] = ()) -> None:
     """Refuse an output folder that would be mixed with what is there; call before any work.
 
     Args:
         force: allow a folder that is not empty.
-        replaces: a file by which a folder of the same kind is known; `force` then replaces such a
+        replaces: files by which a folder of the same kind is known; `force` then replaces such a
             folder as a whole, and no other.
 
     Raises:
@@ -135,17 +135,19 @@ def check_output_folder(path: Path, *, force: bool = False, replaces: str | None
             hint=f"choose another folder, or replace {what} with --force",
             file=str(path),
         )
-    if replaces is not None and not (path / replaces).exists():
+    if replaces and not any((path / name).exists() for name in replaces):
         raise UsageError(
-            f"output folder {path} holds no {replaces}, so --force does not replace it",
+            f"output folder {path} holds no {' or '.join(replaces)}, so --force does not replace it",
             hint="choose another folder, or remove this one yourself",
             file=str(path),
-            expected=replaces,
+            expected=list(replaces),
         )
 
 
 @contextmanager
-def fresh_folder(path: Path, *, force: bool = False, replaces: str | None = None) -> Iterator[Path]:
+def fresh_folder(
+    path: Path, *, force: bool = False, replaces: Sequence[str] = ()
+) -> Iterator[Path]:
     """Yield a temporary sibling that becomes `path` when the block ends without an exception.
 
     With `force`, files of the same name are replaced one by one and others stay; with `replaces`
@@ -165,7 +167,7 @@ def fresh_folder(path: Path, *, force: bool = False, replaces: str | None = None
         yield partial
         if not path.is_dir() or not any(path.iterdir()):
             partial.replace(path)
-        elif replaces is None:
+        elif not replaces:
             _merge(partial, path)
         else:
             old = path.with_name(f".{path.name}.old-{os.getpid()}")

@@ -1,7 +1,7 @@
 """A plan put together from its parts: checkpoint, horizons, selection, calibration, accounting."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ def build_plan(
     *,
     horizons: Sequence[NDArray[np.float64]] = (),
     gate_input: float | None = None,
-    gate_input_source: Literal["published", "given", "calibrated"] = "published",
+    gate_input_source: str = "published",
     epsilon: float | None = None,
     selection: Selection | None = None,
     calibration: Calibration | None = None,

@@ -39,6 +39,9 @@ Order = Literal["original", "exported"]
 STATE_PLAN = "state_plan"
 """Key in an exported `config.json`, and the folder of its bundle."""
 
+OUTPUT_MARKS = (PLAN_FILE, f"{STATE_PLAN}/{PLAN_FILE}")
+"""Files by which a folder written by `export-plan` is known."""
+
 _DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
     "I32": np.dtype("<i4"),
@@ -139,7 +142,7 @@ def write_plan(plan: Plan, path: str | Path, *, force: bool = False) -> Path:
         UsageError: the folder exists and is not empty (with `force`: is not a bundle).
     """
     target = Path(path)
-    with fresh_folder(target, force=force, replaces=PLAN_FILE) as folder:
+    with fresh_folder(target, force=force, replaces=OUTPUT_MARKS) as folder:
         write_files(plan, folder)
     return target
 

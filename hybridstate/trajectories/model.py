@@ -148,7 +148,7 @@ class LoadedModel:
                 hint="copy tokenizer.json and tokenizer_config.json next to the weights",
                 expected=list(TOKENIZER_FILES),
             )
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return ids
 
 
