@@ -1,0 +1,228 @@
+"""The true requantised recurrence: every update reads what storage returned and writes through storage.
+
+    S^q_t = Q( A_t S^q_{t-1} + beta_t k_t v_t^T )                  DAMP Eq. 7
+
+All arms run in one batch on identical tokens (teacher forcing): row block 0 is FP32, block i is arm i. The
+prompt is prefilled in FP32 arithmetic and stored at the end of every chunk, as a server does, so arms part
+at the first chunk's end. Since whole layers run on the requantised state, errors also travel between
+layers, which a one-shot error measurement cannot see.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hybridstate.quant.formats import FORMATS, Arm
+from hybridstate.trajectories.model import (
+    LoadedModel,
+    decode,
+    prefill,
+    recurrent_states,
+    reference_decode,
+    select_sequences,
+    swap,
+)
+from hybridstate.trajectories.prompts import Prompt
+from hybridstate.trajectories.record import check_states
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """Per position of A arms (the first is FP32) over S sequences and N positions.
+
+    Attributes:
+        arms: the arms as run.
+        kl: `[A, S, N]` KL divergence of the arm's next-token distribution from FP32's, in nats.
+        same_top: `[A, S, N]` whether both prefer the same token.
+        nll: `[A, S, N]` negative log-likelihood of the token that follows, in nats.
+        steps: updates after which states were compared, the last one included.
+        state_error: `[steps, A, S]`, ||S^q - S|| / ||S|| per layer, mean over layers.
+        saturated: per arm, values beyond FP16 met in the compared states.
+        chunk: prefill tokens between two writes of the state.
+    """
+
+    arms: tuple[Arm, ...]
+    kl: NDArray[np.float64]
+    same_top: NDArray[np.bool_]
+    nll: NDArray[np.float64]
+    steps: tuple[int, ...]
+    state_error: NDArray[np.float64]
+    saturated: tuple[int, ...]
+    chunk: int
+
+
+def requantise(arms: tuple[Arm, ...], state: torch.Tensor, ordinal: int) -> None:
+    """Pass the row blocks of `[A * S, H, K, V]` through their arm's storage, in place."""
+    for arm, block in zip(arms, state.chunk(len(arms)), strict=True):
+        if arm.low is not FORMATS["fp32"] or arm.protected is not None:
+            block.copy_(arm.reconstruct(block, ordinal))
+
+
+def requantised_decode(arms: tuple[Arm, ...]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """A decode function for `swap`: one reference update, then each row block through its storage.
+
+    The output reads the updated state before it is stored, as the fused kernel does.
+    """
+
+    def step(
+        ordinal: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        initial_state: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        o, state = reference_decode(ordinal, q, k, v, g, beta, initial_state)
+        requantise(arms, state, ordinal)
+        return o, state
+
+    return step
+
+
+@torch.no_grad()
+def simulate(
+    loaded: LoadedModel,
+    prompts: tuple[Prompt, ...],
+    generated: torch.Tensor,
+    arms: tuple[Arm, ...],
+    *,
+    chunk: int,
+    batch: int,
+    progress: Progress | None = None,
+) -> Simulation:
+    """Teacher-force `generated [S, N + 1]` after the prompts under every arm.
+
+    Args:
+        arms: the first must store FP32; it is what the others are compared with.
+        chunk: prefill tokens between two writes of the state.
+        batch: rows per pass; sequences are grouped so that all arms of one run together.
+        progress: called with `validate`, updates done, updates in all.
+
+    Raises:
+        NumericError: a state is not finite; names prompt, arm, layer, head and channel.
+    """
+    assert arms[0].low is FORMATS["fp32"]
+    assert arms[0].protected is None
+    group = max(1, batch // len(arms))
+    updates = generated.shape[1] - 1
+    starts = range(0, len(prompts), group)
+    parts: list[_Pass] = []
+    for done, start in enumerate(starts):
+
+        def advance(update: int, before: int = done * updates) -> None:
+            if progress is not None:
+                progress("validate", before + update, len(starts) * updates)
+
+        rows = slice(start, start + group)
+        parts.append(_pass(loaded, prompts[rows], generated[rows], arms, chunk, advance))
+    return Simulation(
+        arms=arms,
+        kl=np.concatenate([p.kl for p in parts], 1),
+        same_top=np.concatenate([p.same_top for p in parts], 1),
+        nll=np.concatenate([p.nll for p in parts], 1),
+        steps=parts[0].steps,
+        state_error=np.concatenate([p.state_error for p in parts], 2),
+        saturated=tuple(sum(p.saturated[i] for p in parts) for i in range(len(arms))),
+        chunk=chunk,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """`Simulation` of one group of sequences."""
+
+    kl: NDArray[np.float64]
+    same_top: NDArray[np.bool_]
+    nll: NDArray[np.float64]
+    steps: tuple[int, ...]
+    state_error: NDArray[np.float64]
+    saturated: tuple[int, ...]
+
+
+def _pass(
+    loaded: LoadedModel,
+    prompts: tuple[Prompt, ...],
+    generated: torch.Tensor,
+    arms: tuple[Arm, ...],
+    chunk: int,
+    advance: Callable[[int], None],
+) -> _Pass:
+    count, updates = len(prompts), generated.shape[1] - 1
+    tokens = torch.from_numpy(np.stack([p.tokens for p in prompts]))
+    everyone = list(range(count)) * len(arms)
+
+    def store(cache: Any, _done: int) -> None:
+        for ordinal, state in enumerate(recurrent_states(cache)):
+            requantise(arms, state, ordinal)
+
+    # Up to the end of the first chunk all arms are one.
+    _, cache = prefill(loaded, tokens[:, :chunk])
+    select_sequences(cache, everyone)
+    store(cache, chunk)
+    if tokens.shape[1] > chunk:
+        rest = tokens[everyone, chunk:]
+        _, cache = prefill(loaded, rest, chunk=chunk, cache=cache, after_chunk=store)
+
+    steps = comparison_steps(updates)
+    shape = (len(arms), count, updates)
+    kl, nll = np.empty(shape), np.empty(shape)
+    same_top = np.empty(shape, dtype=bool)
+    errors: list[NDArray[np.float64]] = []
+    saturated = [0] * len(arms)
+    with swap(loaded, decode=requantised_decode(arms)):
+        for update in range(1, updates + 1):
+            logits = decode(loaded, generated[everyone, update - 1].long(), cache)
+            following = generated[:, update].long().to(logits.device)
+            at = update - 1
+            kl[:, :, at], same_top[:, :, at], nll[:, :, at] = compare(logits, following, len(arms))
+            if update in steps:
+                present = recurrent_states(cache)
+                errors.append(state_errors(present, len(arms)))
+                for ordinal, state in enumerate(present):
+                    blocks = zip(arms, state.chunk(len(arms)), strict=True)
+                    for place, (arm, block) in enumerate(blocks):
+                        saturated[place] += arm.saturated(block, ordinal)
+            advance(update)
+    names = ", ".join(arm.name for arm in arms)
+    check_states(loaded, recurrent_states(cache), prompts * len(arms), f"after validating {names}")
+    return _Pass(kl, same_top, nll, steps, np.stack(errors), tuple(saturated))
+
+
+def comparison_steps(updates: int) -> tuple[int, ...]:
+    """1, 2, 4, ... and the last update."""
+    powers = {1 << n for n in range(updates.bit_length())}
+    return tuple(sorted({p for p in powers if p <= updates} | {updates}))
+
+
+def compare(
+    logits: torch.Tensor, following: torch.Tensor, arms: int
+) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.float64]]:
+    """KL from FP32, equal top token, and NLL of `following [S]`, each `[A, S]`, from `[A * S, vocab]`.
+
+    In float64: the divergences of good formats are smaller than float32 rounding of a sum of log terms.
+    """
+    log_p = torch.log_softmax(logits.to(torch.float64), -1).unflatten(0, (arms, -1))
+    reference = log_p[0]
+    kl = (reference.exp() * (reference - log_p)).sum(-1).clamp_min(0.0)
+    same_top = log_p.argmax(-1) == reference.argmax(-1)
+    nll = -log_p.gather(2, following.expand(arms, -1)[..., None])[..., 0]
+    return kl.cpu().numpy(), same_top.cpu().numpy(), nll.cpu().numpy()
+
+
+def state_errors(states: list[torch.Tensor], arms: int) -> NDArray[np.float64]:
+    """||S^q - S|| / ||S|| of each arm and sequence, mean over layers: `[A, S]`."""
+    total = 0.0
+    for state in states:
+        blocks = state.unflatten(0, (arms, -1))
+        scale = blocks[0].flatten(1).norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+        total = total + (blocks - blocks[0]).flatten(2).norm(dim=2) / scale
+    mean = torch.as_tensor(total / len(states), dtype=torch.float64)
+    result: NDArray[np.float64] = mean.cpu().numpy()
+    return result

@@ -1,0 +1,163 @@
+"""The requantised recurrence: Eq. 13 in float64, arms in one batch, chunked prefill, comparisons."""
+
+import numpy as np
+import pytest
+import torch
+
+from hybridstate.errors import NumericError
+from hybridstate.kernels import reference
+from hybridstate.quant.formats import FORMATS, Arm, Format, plain_arm
+from hybridstate.quant.simulate import (
+    compare,
+    comparison_steps,
+    requantised_decode,
+    simulate,
+    state_errors,
+)
+from hybridstate.trajectories.model import LoadedModel, load_model
+from hybridstate.trajectories.prompts import Prompt, make_prompts, shipped_texts
+from hybridstate.trajectories.protocol import Protocol
+
+SMALL = Protocol("custom", 1, input_tokens=40, new_tokens=20, windows=(0,), anchors=(4,), horizon=8)
+
+
+@pytest.fixture(scope="module", params=["tiny_gdn", "tiny_kda"])
+def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+    return load_model(str(request.getfixturevalue(request.param)))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> tuple[Prompt, ...]:
+    return make_prompts(lambda text: list(text.encode()), shipped_texts(), SMALL, seed=0)[:2]
+
+
+def arms_of(loaded: LoadedModel) -> tuple[Arm, ...]:
+    protected = tuple(torch.arange(2).repeat(layer.value_heads, 1) for layer in loaded.spec.layers)
+    plain = tuple(plain_arm(name) for name in ("fp32", "fp16", "bf16", "int8-step"))
+    return (*plain, Arm("damp", FORMATS["int8-step"], protected))
+
+
+@pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
+@pytest.mark.parametrize("bundle", [1, 2, 3])
+def test_accumulated_error_is_the_sum_of_transported_local_errors(kda: bool, bundle: int) -> None:
+    """Delta S_t = R_t + sum_i A_t ... A_{i+1} R_i, with A = (I - beta k k^T) Lambda (DAMP Eq. 13)."""
+    generator = torch.Generator().manual_seed(bundle)
+    batch, key_heads, key_dim, value_dim, updates = 2, 2, 8, 12, 12
+    heads = key_heads * bundle
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    step = requantised_decode((plain_arm("fp32"), plain_arm("int8-step")))
+    state = randn(batch, heads, key_dim, value_dim).repeat(2, 1, 1, 1)
+    transported = torch.zeros(batch, heads, key_dim, value_dim, dtype=torch.float64)
+    for _ in range(updates):
+        q, k = randn(batch, key_heads, key_dim), randn(batch, key_heads, key_dim)
+        v, beta = randn(batch, heads, value_dim), torch.sigmoid(randn(batch, heads))
+        g = -torch.exp(randn(batch, heads, key_dim) if kda else randn(batch, heads))
+        both = [x.repeat(2, *[1] * (x.dim() - 1)) for x in (q, k, v, g, beta)]
+        exact_update = reference.recurrent_step(q, k, v, g, beta, state[batch:])[1]
+        _, state = step(0, *both, state)
+        local = state[batch:] - exact_update
+        unit = reference.l2norm(k).repeat_interleave(bundle, 1)
+        decay = g.exp() if kda else g.exp()[..., None].expand(-1, -1, key_dim)
+        transition = (
+            torch.eye(key_dim, dtype=torch.float64)
+            - beta[..., None, None] * unit[..., :, None] * unit[..., None, :]
+        ) @ torch.diag_embed(decay)
+        transported = transition @ transported + local
+        error = state[batch:] - state[:batch]
+        assert local.abs().max() > 1e-6
+        assert (error - transported).abs().max() < 1e-10
+
+
+def test_fp32_arm_has_no_error_and_coarser_formats_have_more(
+    loaded: LoadedModel, prompts: tuple[Prompt, ...]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    generated = torch.randint(3, 200, (2, 21), generator=generator)
+    arms = arms_of(loaded)
+    found = simulate(loaded, prompts, generated, arms, chunk=8192, batch=36)
+    assert found.kl.shape == found.nll.shape == found.same_top.shape == (5, 2, 20)
+    assert found.steps == (1, 2, 4, 8, 16, 20)
+    assert not found.kl[0].any()
+    assert found.same_top[0].all()
+    assert not found.state_error[:, 0].any()
+    last = found.state_error[-1].mean(-1)
+    assert 0 < last[1] < last[2]  # FP16 keeps three more bits than BF16
+    assert last[1] < last[4] <= last[3]  # protecting channels cannot hurt the state
+    assert (found.kl[1:].mean((1, 2)) > 0).all()
+    assert not any(found.saturated)
+
+
+def test_grouping_sequences_changes_nothing(
+    loaded: LoadedModel, prompts: tuple[Prompt, ...]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    generated = torch.randint(3, 200, (2, 9), generator=generator)
+    arms = arms_of(loaded)[:4]
+    seen: list[tuple[str, int, int]] = []
+    together = simulate(loaded, prompts, generated, arms, chunk=8192, batch=36)
+    apart = simulate(
+        loaded,
+        prompts,
+        generated,
+        arms,
+        chunk=8192,
+        batch=1,
+        progress=lambda *step: seen.append(step),
+    )
+    np.testing.assert_allclose(together.kl, apart.kl, atol=1e-6)
+    np.testing.assert_allclose(together.state_error, apart.state_error, rtol=2e-2, atol=1e-7)
+    assert seen[-1] == ("validate", 16, 16)
+    assert len(seen) == 16
+
+
+def test_the_prompt_is_stored_at_every_chunk_end(
+    loaded: LoadedModel, prompts: tuple[Prompt, ...]
+) -> None:
+    """A format that forgets everything leaves exactly what came after the last write."""
+    amnesia = Arm("amnesia", Format("zero", lambda _: 0.0, torch.zeros_like))
+    generator = torch.Generator().manual_seed(0)
+    generated = torch.randint(3, 200, (2, 3), generator=generator)
+    arms = (plain_arm("fp32"), amnesia)
+    whole = simulate(loaded, prompts, generated, arms, chunk=40, batch=36)
+    pieces = simulate(loaded, prompts, generated, arms, chunk=16, batch=36)
+    # attention remembers what the layers computed from forgotten states, so chunking shows
+    assert np.abs(whole.kl[1] - pieces.kl[1]).max() > 1e-9
+    np.testing.assert_allclose(whole.state_error[:, 1], 1.0)
+    np.testing.assert_allclose(pieces.state_error[:, 1], 1.0)
+    np.testing.assert_allclose(whole.nll[0], pieces.nll[0], rtol=1e-5)
+
+
+def test_a_state_that_is_not_finite_stops_with_its_place(
+    loaded: LoadedModel, prompts: tuple[Prompt, ...]
+) -> None:
+    def overflowing(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.inf
+
+    arms = (plain_arm("fp32"), Arm("bad", Format("bad", lambda _: 0.0, overflowing)))
+    with pytest.raises(NumericError, match=r"recurrent state is .* layer 0, head"):
+        simulate(loaded, prompts, torch.zeros(2, 3, dtype=torch.int64), arms, chunk=64, batch=4)
+
+
+def test_comparison_in_float64_by_hand() -> None:
+    p, q = np.array([0.5, 0.25, 0.25]), np.array([0.2, 0.5, 0.3])
+    logits = torch.log(torch.tensor(np.stack([p, q])))
+    kl, same, nll = compare(logits, torch.tensor([2]), 2)
+    assert kl[:, 0] == pytest.approx([0.0, float((p * np.log(p / q)).sum())])
+    assert same[:, 0].tolist() == [True, False]
+    assert nll[:, 0] == pytest.approx([-np.log(0.25), -np.log(0.3)])
+
+
+def test_state_error_is_relative_per_layer_then_averaged() -> None:
+    state = torch.ones(1, 2, 3, 4)
+    first = torch.cat([state, state * 1.1])
+    second = torch.cat([state * 100, state * 100])
+    assert state_errors([first, second], 2)[:, 0] == pytest.approx([0.0, 0.05], rel=1e-5)
+
+
+def test_steps_are_powers_of_two_and_the_last() -> None:
+    assert comparison_steps(20) == (1, 2, 4, 8, 16, 20)
+    assert comparison_steps(16) == (1, 2, 4, 8, 16)
+    assert comparison_steps(1) == (1,)
