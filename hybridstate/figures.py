@@ -5,7 +5,7 @@ Colours are those of Okabe and Ito and the viridis map, which colour-blind reade
 """
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -232,6 +232,72 @@ def _bytes(analysis: Analysis, folder: Path) -> None:
         "conv_bytes",
     )
     save_figure(figure, folder / "bytes", header, rows)
+
+
+def restore_figure(result: Mapping[str, Any], model: str, folder: Path) -> None:
+    """Answers and prose after restoring, against the cutoff: NR, WR, random masks, dense.
+
+    Args:
+        result: the `result` of `bench restore`.
+        model: its name, for the title.
+        folder: existing; gets restore.png and restore.csv.
+    """
+    arms = {arm["arm"]: arm for arm in result["arms"]}
+    cutoffs = sorted({arm["w_max"] for arm in result["arms"] if arm["w_max"] is not None})
+    metrics = [(task, "accuracy") for task in arms["dense"]["tasks"]]
+    metrics += [("prose", "kl")] if "prose" in arms["dense"] else []
+    random = {(c["w_max"], c["kind"], c["metric"]): c for c in result["comparisons"]}
+    rows: list[tuple[object, ...]] = []
+
+    figure = new_figure(3.2 * len(metrics), 3.2)
+    panels = figure.subplots(1, len(metrics), squeeze=False)[0]
+    for axes, (kind, metric) in zip(panels, metrics, strict=True):
+
+        def value(arm: str, kind: str = kind, metric: str = metric) -> float:
+            entry = arms[arm]["prose"] if kind == "prose" else arms[arm]["tasks"][kind]
+            return float(entry[metric])
+
+        dense = value("dense")
+        rows.append((kind, metric, "dense", "", _g(dense), ""))
+        axes.axhline(dense, color=COLOURS[6], linewidth=0.9, label="dense")
+        for policy, label, colour in (("nr", "zeros (NR)", 0), ("wr", "replay (WR)", 2)):
+            values = [value(f"{policy}-{w}") for w in cutoffs]
+            axes.plot(cutoffs, values, "o-", markersize=4, color=COLOURS[colour], label=label)
+            rows += [
+                (kind, metric, policy, w, _g(v), "") for w, v in zip(cutoffs, values, strict=True)
+            ]
+        drawn = [(w, random[w, kind, metric]) for w in cutoffs if (w, kind, metric) in random]
+        if drawn:
+            means = [entry["random_mean"] for _, entry in drawn]
+            spread = [entry["random_sd"] or 0.0 for _, entry in drawn]
+            axes.errorbar(
+                [w for w, _ in drawn],
+                means,
+                yerr=spread,
+                fmt="s--",
+                markersize=4,
+                capsize=3,
+                color=COLOURS[1],
+                label="random masks (mean, SD)",
+            )
+            rows += [
+                (kind, metric, "random", w, _g(entry["random_mean"]), entry["random_sd"])
+                for w, entry in drawn
+            ]
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(cutoffs, [f"{w:,}" for w in cutoffs], fontsize=8)
+        axes.set_xlabel("cutoff $W_{max}$ in tokens")
+        axes.set_title(
+            "prose: KL to dense, nats/token" if metric == "kl" else f"{kind}: exact answers",
+            fontsize=9,
+        )
+        axes.set_ylim(*((-0.03, 1.03) if metric == "accuracy" else (0.0, None)))
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"{model}: after restoring a cached prefix", fontsize=10, x=0.01, ha="left")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", fontsize=8, frameon=False, ncols=4)
+    header = ("kind", "metric", "policy", "w_max", "value", "sd_over_masks")
+    save_figure(figure, folder / "restore", header, rows)
 
 
 def _title(axes: "Axes", analysis: Analysis, text: str) -> None:

@@ -1,0 +1,109 @@
+"""Tables and pictures of recorded results show what the file says, cell by cell."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import tables
+
+from hybridstate.figures import restore_figure
+
+
+def arm(name: str, policy: str, w_max: int | None, accuracy: float, kl: float) -> dict[str, Any]:
+    return {
+        "arm": name,
+        "policy": policy,
+        "w_max": w_max,
+        "seed": None,
+        "retained_units": 0 if policy == "recompute" else 6 if w_max else 8,
+        "units": 0 if policy == "recompute" else 8,
+        "ratio_full": None if policy == "recompute" else 1.25 if w_max else 1.0,
+        "tasks": {"recall": {"accuracy": accuracy}},
+        "prose": {"kl": kl, "bits_per_byte": 1.9 + kl},
+        "ttft_s": None if policy == "random" else {"median": 0.01234},
+    }
+
+
+def comparison(kind: str, metric: str, mean: float, spread: float | None) -> dict[str, Any]:
+    return {
+        "w_max": 64,
+        "kind": kind,
+        "metric": metric,
+        "dasc": 0.75,
+        "random_mean": mean,
+        "random_sd": spread,
+        "difference": 0.25,
+        "interval_95": [0.125, 0.375],
+        "cases": 16,
+        "overlap": [{"jaccard": 0.5}, {"jaccard": 0.625}],
+    }
+
+
+RESULT: dict[str, Any] = {
+    "arms": [
+        arm("dense", "dense", None, 0.96875, 0.0),
+        arm("recompute", "recompute", None, 0.96875, 1e-4),
+        arm("nr-64", "nr", 64, 0.75, 0.05),
+        arm("wr-64", "wr", 64, 0.875, 0.02),
+    ],
+    "comparisons": [
+        comparison("recall", "accuracy", 0.5, 0.0625),
+        comparison("prose", "kl", 0.1, None),
+    ],
+    "interventions": [],
+}
+
+
+def cells(text: str) -> list[list[str]]:
+    return [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines()]
+
+
+def test_restore_table() -> None:
+    head, _, *rows = cells(tables.restore(RESULT))
+    assert head == ["restored with", "kept", "size", "recall", "prose KL", "bits/byte", "TTFT"]
+    assert rows == [
+        ["dense", "100.0 %", "1.00x", "96.9 %", "0.0000", "1.900", "12.3 ms"],
+        ["recompute", "", "", "96.9 %", "0.0001", "1.900", "12.3 ms"],
+        ["W_max 64, NR", "75.0 %", "1.25x", "75.0 %", "0.0500", "1.950", "12.3 ms"],
+        ["W_max 64, WR", "75.0 %", "1.25x", "87.5 %", "0.0200", "1.920", "12.3 ms"],
+        ["W_max 64, random", "75.0 %", "1.25x", "50.0 % ± 6.2 %", "0.1000", "", ""],
+    ]
+
+
+def test_advantage_table_gives_points_intervals_and_overlap() -> None:
+    _, _, *rows = cells(tables.advantage(RESULT))
+    assert rows[0] == [
+        "W_max 64, recall",
+        "+25.0 points",
+        "+12.5 to +37.5",
+        "16",
+        "50.0 % to 62.5 %",
+    ]
+
+
+def test_restore_figure_keeps_the_numbers_behind_it(tmp_path: Path) -> None:
+    restore_figure(RESULT, "tiny", tmp_path)
+    with (tmp_path / "restore.csv").open(newline="") as stream:
+        rows = {(r["kind"], r["policy"]): r for r in csv.DictReader(stream)}
+    assert (tmp_path / "restore.png").stat().st_size > 10_000
+    assert float(rows["recall", "nr"]["value"]) == 0.75
+    assert float(rows["recall", "random"]["sd_over_masks"]) == 0.0625
+    assert float(rows["prose", "dense"]["value"]) == 0.0
+
+
+def test_decode_table_compares_with_fp32_at_the_same_batch() -> None:
+    row = {
+        "backend": "gluon",
+        "mode": "graph",
+        "state_bytes_per_request": 1_628_160,
+        "state_gb_per_s": 1234.5,
+    }
+    result = {
+        "rows": [
+            row | {"batch": 8, "state": "fp32", "tpot_s": {"median": 0.003}},
+            row | {"batch": 8, "state": "damp", "tpot_s": {"median": 0.002}},
+        ]
+    }
+    _, _, fp32, damp = cells(tables.decode(result))
+    assert fp32[4] == "1.00x"
+    assert damp == ["batch 8, damp", "gluon, graph", "1,628,160", "2 ms", "1.50x", "1,234.5"]
