@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -157,6 +157,7 @@ def fresh_folder(
         UsageError: see `check_output_folder`; or the parent cannot be written.
     """
     check_output_folder(path, force=force, replaces=replaces)
+    path = path.absolute()  # "." has no name to put a sibling beside
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -165,9 +166,9 @@ def fresh_folder(
         raise UsageError(f"cannot write {path}: {error.strerror}", file=str(path)) from error
     try:
         yield partial
-        if not path.is_dir() or not any(path.iterdir()):
+        if not path.is_dir():
             partial.replace(path)
-        elif not replaces:
+        elif not replaces or not any(path.iterdir()):
             _merge(partial, path)
         else:
             old = path.with_name(f".{path.name}.old-{os.getpid()}")
@@ -205,4 +206,5 @@ def write_file(path: Path, data: bytes) -> None:
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}", file=str(path)) from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)

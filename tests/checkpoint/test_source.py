@@ -124,8 +124,7 @@ def _nan_a_log(folder: Path) -> None:
 def test_nan_names_tensor_and_index(tmp_path: Path, damage: Damage, message: str) -> None:
     checkpoint = open_checkpoint(damaged(tmp_path, damage))
     with pytest.raises(NumericError, match=message) as caught:
-        for layer in checkpoint.spec.layers:
-            checkpoint.decay(layer)
+        [checkpoint.decay(layer) for layer in checkpoint.spec.layers]
     assert caught.value.exit_code == 5
 
 
@@ -215,9 +214,7 @@ def test_damaged_folder_is_refused_in_one_line(
 def test_unlisted_tensors_and_files_are_warnings(tmp_path: Path) -> None:
     def damage(folder: Path) -> None:
         edit_index(folder, lambda weights: weights.pop("lm_head.weight") and None)
-        shutil.copy(
-            folder / "model-00001-of-00003.safetensors", folder / "stray-0001.safetensors"
-        )
+        shutil.copy(folder / "model-00001-of-00003.safetensors", folder / "stray-0001.safetensors")
 
     checkpoint = open_checkpoint(damaged(tmp_path, damage))
     assert len(checkpoint.warnings) == 2

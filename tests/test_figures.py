@@ -1,0 +1,59 @@
+"""Figures of `analyze`: the same bytes every time, and the numbers behind them."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hybridstate import api
+from hybridstate.figures import ANALYSIS_FIGURES, analysis_figures
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+@pytest.mark.parametrize("model", ["tiny_gdn", "tiny_kda"])
+def test_pictures_and_numbers_are_reproducible(
+    tmp_path: Path, model: str, request: pytest.FixtureRequest
+) -> None:
+    analysis = api.analyze(request.getfixturevalue(model))
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        analysis_figures(analysis, tmp_path / name)
+    files = sorted(p.name for p in (tmp_path / "a").iterdir())
+    assert files == sorted(f"{n}.{k}" for n in ANALYSIS_FIGURES for k in ("csv", "png"))
+    for file in files:
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
+
+
+def test_csv_files_hold_the_numbers_of_the_analysis(tmp_path: Path, tiny_kda: Path) -> None:
+    analysis = api.analyze(tiny_kda)
+    analysis_figures(analysis, tmp_path)
+    histogram = rows(tmp_path / "horizons.csv")
+    assert sum(int(row["units"]) for row in histogram) == 3 * 32
+    retained = rows(tmp_path / "retained.csv")
+    assert len(retained) == 4 * 3 * 4
+    for cutoff in analysis.cutoffs:
+        w = cutoff.selection.w_max
+        shares = [float(r["share"]) for r in retained if int(r["w_max"]) == w]
+        assert np.mean(shares) == pytest.approx(cutoff.selection.fraction)
+        (line,) = [r for r in rows(tmp_path / "bytes.csv") if int(r["w_max"]) == w]
+        assert int(line["full_ragged_bytes"]) == cutoff.accounting.ragged_bytes
+
+
+def test_extreme_horizons_are_drawn_and_counted(tmp_path: Path, tiny_gdn: Path) -> None:
+    from dataclasses import replace
+
+    from hybridstate.plan.analysis import cutoffs_at
+
+    analysis = api.analyze(tiny_gdn)
+    extreme = tuple(np.where(np.arange(h.size) % 2, np.inf, 0.0) for h in analysis.horizons)
+    changed = replace(
+        analysis, horizons=extreme, cutoffs=cutoffs_at(analysis.spec, extreme, [16, 64, 99, 4, 5])
+    )
+    analysis_figures(changed, tmp_path)
+    histogram = {r["from_tokens"]: int(r["units"]) for r in rows(tmp_path / "horizons.csv")}
+    assert histogram["0"] == histogram["inf"] == 9

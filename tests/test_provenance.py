@@ -1,0 +1,152 @@
+"""Canonical JSON, digests, versions, and folders that appear whole or not at all."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridstate import __version__
+from hybridstate.errors import SourceError, UsageError
+from hybridstate.provenance import (
+    canonical_json,
+    check_output_folder,
+    environment,
+    fresh_folder,
+    sha256_bytes,
+    sha256_file,
+    sha256_json,
+    write_file,
+)
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=8,
+)
+
+
+@given(value=st.dictionaries(st.text(max_size=5), JSON, max_size=5))
+def test_canonical_json_does_not_depend_on_key_order(value: dict[str, object]) -> None:
+    reversed_keys = dict(reversed(value.items()))
+    assert canonical_json(value) == canonical_json(reversed_keys)
+    assert sha256_json(value) == sha256_bytes(canonical_json(reversed_keys))
+
+
+def test_canonical_json_has_no_spaces_and_refuses_nan() -> None:
+    assert canonical_json({"b": [1, 2.5], "a": "é"}) == '{"a":"é","b":[1,2.5]}'.encode()
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        canonical_json({"a": float("nan")})
+
+
+def test_file_digest_is_that_of_its_bytes(tmp_path: Path) -> None:
+    data = bytes(range(256)) * 5000
+    (tmp_path / "x").write_bytes(data)
+    assert sha256_file(tmp_path / "x") == sha256_bytes(data)
+    with pytest.raises(SourceError, match="No such file"):
+        sha256_file(tmp_path / "y")
+
+
+def test_environment_names_versions_without_importing_them() -> None:
+    code = (
+        "import sys; from hybridstate.provenance import environment; e = environment(device='x');"
+        "print(e['hybridstate'], e['device'], e['numpy'] is not None, 'fla_core' in e,"
+        "[m for m in ('torch', 'numpy', 'transformers', 'triton') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [__version__, "x", "True", "True", "[]"]
+
+
+def test_environment_is_made_of_fields() -> None:
+    record = environment()
+    assert record["commit"] is None or len(record["commit"]) == 40
+    assert all(value is None or isinstance(value, str | bool) for value in record.values())
+
+
+def test_new_folder_appears_whole(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "out"
+    with fresh_folder(target) as partial:
+        (partial / "x").write_text("1")
+        assert not target.exists()
+    assert (target / "x").read_text() == "1"
+    assert [p.name for p in target.parent.iterdir()] == ["out"]
+
+
+def test_failure_leaves_nothing(tmp_path: Path) -> None:
+    def fail() -> None:
+        with fresh_folder(tmp_path / "out") as partial:
+            (partial / "x").write_text("1")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failure_with_force_leaves_the_old_files(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("old")
+
+    def fail() -> None:
+        with fresh_folder(tmp_path, force=True) as partial:
+            (partial / "x").write_text("new")
+            raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        fail()
+    assert (tmp_path / "x").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+def test_occupied_folder_is_refused_and_force_replaces_same_names_only(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "mine").write_text("keep")
+    (target / "x").write_text("old")
+    with pytest.raises(UsageError, match="is not empty"):
+        check_output_folder(target)
+    with fresh_folder(target, force=True) as partial:
+        (partial / "x").write_text("new")
+        (partial / "sub").mkdir()
+        (partial / "sub" / "y").write_text("y")
+    assert (target / "mine").read_text() == "keep"
+    assert (target / "x").read_text() == "new"
+    assert (target / "sub" / "y").read_text() == "y"
+
+
+def test_force_replaces_a_folder_of_the_same_kind_as_a_whole(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "old-part").write_text("")
+    with pytest.raises(UsageError, match=r"holds no plan\.json"):
+        check_output_folder(target, force=True, replaces=["plan.json"])
+    (target / "plan.json").write_text("old")
+    with fresh_folder(target, force=True, replaces=["plan.json"]) as partial:
+        (partial / "plan.json").write_text("new")
+    assert [p.name for p in target.iterdir()] == ["plan.json"]
+    assert (target / "plan.json").read_text() == "new"
+
+
+def test_empty_folder_is_used_and_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with fresh_folder(tmp_path / "empty") as partial:
+        (partial / "x").write_text("1")
+    assert (tmp_path / "empty" / "x").exists()
+    with pytest.MonkeyPatch.context() as patch:
+        (tmp_path / "here").mkdir()
+        patch.chdir(tmp_path / "here")
+        with fresh_folder(Path(".")) as partial:
+            (partial / "x").write_text("1")
+        assert Path("x").exists()
+    with pytest.raises(UsageError, match="is a file"):
+        check_output_folder(tmp_path / "empty" / "x")
+
+
+def test_file_is_replaced_in_one_step(tmp_path: Path) -> None:
+    write_file(tmp_path / "sub" / "x", b"1")
+    write_file(tmp_path / "sub" / "x", b"2")
+    assert [p.name for p in (tmp_path / "sub").iterdir()] == ["x"]
+    assert (tmp_path / "sub" / "x").read_bytes() == b"2"
+    with pytest.raises(UsageError, match="cannot write"):
+        write_file(tmp_path / "sub" / "x" / "y", b"3")
