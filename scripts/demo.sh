@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# The whole path on both embedded models, with whatever this machine has, into ./demo/<model>/.
+# The counts below are small, so that two CPU cores finish in under ten minutes; the README's tables come from full runs.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+hybridstate=${HYBRIDSTATE:-.venv/bin/hybridstate}
+out=${DEMO_FOLDER:-demo}
+w_max=64       # cutoff of the exported plan
+questions=8    # per task, and prose prefixes
+tokens=1024    # length of a prompt
+masks=2        # random masks per cutoff
+
+run() {
+    printf '\n$ hybridstate %s\n' "$*"
+    "$hybridstate" "$@"
+}
+
+began=$SECONDS
+echo "hybridstate demo: analyze, calibrate, export-plan, verify and bench on tiny-gdn and tiny-kda"
+echo "N: $questions questions per task of $tokens tokens (synthetic), $masks random masks, profile quick"
+rm -rf "$out"
+mkdir -p "$out"
+run doctor
+
+for model in tiny-gdn tiny-kda; do
+    to=$out/$model
+    echo
+    echo "=== $model ==="
+    run analyze "$model" -o "$to/analysis"
+    run calibrate "$model" --profile quick -o "$to/calibration"
+    run export-plan "$model" --w-max $w_max --calibration "$to/calibration" --check -o "$to/plan"
+    run plan verify "$to/plan" "$model"
+    run verify "$model" "$to/plan"
+    run bench restore "$model" --w-max 16 --w-max $w_max --questions $questions --tokens $tokens \
+        --seeds $masks -o "$to/restore"
+    run bench update "$model" --plan "$to/plan" -o "$to/update"
+    run bench decode "$model" --plan "$to/plan" --batch 1 --batch 8 -o "$to/decode"
+done
+
+cat <<END
+
+Done in $((SECONDS - began)) s. For each of tiny-gdn and tiny-kda:
+  $out/MODEL/analysis/     horizons and retained units: analysis.json, three figures (.png) and the CSV behind each
+  $out/MODEL/calibration/  risk of every key channel, the protected ones, and the validation against FP32
+  $out/MODEL/plan/         the plan, and the checkpoint with the channel order absorbed; checked against the original
+  $out/MODEL/restore/      quality and time after restoring a cached prefix: dense, NR, WR, random masks
+  $out/MODEL/update/       time of one recurrent update, FP32 state and packed state
+  $out/MODEL/decode/       time per output token, FP32 state and packed state
+Start with $out/tiny-kda/analysis/retained.png, then: hybridstate plan show $out/tiny-kda/plan
+Times measured on a CPU are those of the reference, not of the kernels. Tables of the full runs: README.md.
+END
