@@ -10,7 +10,7 @@ EXTRAS := dev$(shell [ "$$(uname -s)" = Linux ] && echo ,triton)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export HYBRIDSTATE := $(BIN)/hybridstate
 
-.PHONY: help demo test check format figures/generate generate clean
+.PHONY: help demo test check format figures/generate plans/generate generate clean
 
 help: ## this list
 	@grep -hE '^[a-z/]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -35,6 +35,14 @@ generate: $(STAMP) ## rewrite the README tables and docs pages from benchmarks/ 
 
 figures/generate: $(STAMP) ## redraw figures/ with the CSV behind each
 	@$(BIN)/python scripts/generate.py --figures
+
+plans/generate: $(STAMP) ## rebuild the example bundles in plans/ (calibrates both models: some minutes)
+	@for model in tiny-gdn tiny-kda; do \
+	  rm -rf plans/$$model build/$$model-calibration && \
+	  $(BIN)/hybridstate calibrate $$model --profile quick -o build/$$model-calibration && \
+	  $(BIN)/hybridstate export-plan $$model --w-max 64 --calibration build/$$model-calibration \
+	    --no-weights -o plans/$$model || exit 1; \
+	done
 
 clean: ## remove the environment, caches and the demo's output
 	rm -rf $(VENV) demo .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

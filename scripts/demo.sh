@@ -28,13 +28,13 @@ for model in tiny-gdn tiny-kda; do
     echo "=== $model ==="
     run analyze "$model" -o "$to/analysis"
     run calibrate "$model" --profile quick -o "$to/calibration"
-    run export-plan "$model" --w-max $w_max --calibration "$to/calibration" --check -o "$to/plan"
-    run plan verify "$to/plan" "$model"
-    run verify "$model" "$to/plan"
+    run export-plan "$model" --w-max $w_max --calibration "$to/calibration" --check -o "$to/exported"
+    run plan verify "$to/exported" "$model"
+    run verify "$model" "$to/exported"
     run bench restore "$model" --w-max 16 --w-max $w_max --questions $questions --tokens $tokens \
         --seeds $masks -o "$to/restore"
-    run bench update "$model" --plan "$to/plan" -o "$to/update"
-    run bench decode "$model" --plan "$to/plan" --batch 1 --batch 8 -o "$to/decode"
+    run bench update "$model" --plan "$to/exported" -o "$to/update"
+    run bench decode "$model" --plan "$to/exported" --batch 1 --batch 8 -o "$to/decode"
 done
 
 cat <<END
@@ -42,10 +42,10 @@ cat <<END
 Done in $((SECONDS - began)) s. For each of tiny-gdn and tiny-kda:
   $out/MODEL/analysis/     horizons and retained units: analysis.json, three figures (.png) and the CSV behind each
   $out/MODEL/calibration/  risk of every key channel, the protected ones, and the validation against FP32
-  $out/MODEL/plan/         the plan, and the checkpoint with the channel order absorbed; checked against the original
+  $out/MODEL/exported/     the checkpoint with the channel order absorbed, and the plan in state_plan/; checked against the original
   $out/MODEL/restore/      quality and time after restoring a cached prefix: dense, NR, WR, random masks
   $out/MODEL/update/       time of one recurrent update, FP32 state and packed state
   $out/MODEL/decode/       time per output token, FP32 state and packed state
-Start with $out/tiny-kda/analysis/retained.png, then: hybridstate plan show $out/tiny-kda/plan
+Start with $out/tiny-kda/analysis/retained.png, then: hybridstate plan show $out/tiny-kda/exported
 Times measured on a CPU are those of the reference, not of the kernels. Tables of the full runs: README.md.
 END
