@@ -23,6 +23,7 @@ from hybridstate.defaults import EPSILON, W_MAX
 
 if TYPE_CHECKING:
     from hybridstate.checkpoint import Checkpoint
+    from hybridstate.horizons.observed import HorizonValidation
     from hybridstate.plan.analysis import Analysis
 
 
@@ -82,13 +83,14 @@ def analyze(
         if validate:
             validation = api.validate_horizons(
                 model,
+                w_max=w_max or W_MAX,
                 gate_input=a_s,
                 epsilon=epsilon,
                 lower_bound=lower_bound,
                 progress=out.progress,
             )
             result["validation"] = validation.to_json()
-            _validation_table(out, result["validation"])
+            _validation_tables(out, validation)
         if output is not None:
             written = _write(output, analysis, result, force=force)
             result["written"] = written
@@ -239,9 +241,34 @@ def _ratio(value: float | None) -> str | None:
     return None if value is None else f"{value:.2f}x"
 
 
-def _validation_table(out: Output, validation: dict[str, Any]) -> None:
-    rows = [(key, value) for key, value in validation.items() if not isinstance(value, dict | list)]
-    out.table("horizons observed on real text", ("quantity", "value"), rows)
+def _validation_tables(out: Output, found: "HorizonValidation") -> None:
+    title = f"static horizons against {found.prefixes} prefixes of {found.tokens:,} tokens"
+    out.table(
+        f"{title} ({found.source})",
+        ("Spearman, per prefix and layer", "median", "25 %", "75 %", "pairs", "constant"),
+        [
+            (name, *map(_rho, (a.median, a.lower_quartile, a.upper_quartile)), a.pairs, constant)
+            for name, a in (
+                ("observed horizon H_e", found.horizons),
+                ("state magnitude M_S", found.magnitudes),
+            )
+            for constant in (a.constant_pairs,)
+        ],
+        note="constant: pairs left out because all units were equal",
+    )
+    out.table(
+        "the cutoff, decided by static and by observed horizons",
+        ("W_max", "same side %", "omitted", "omitted but longer"),
+        [
+            (c.w_max, _fixed(100 * c.same_side, 1), c.omitted, c.omitted_but_longer)
+            for c in found.cutoffs
+        ],
+        note="units counted once per prefix",
+    )
+
+
+def _rho(value: float | None) -> str | None:
+    return None if value is None else f"{value:.3f}"
 
 
 def _write(folder: Path, analysis: "Analysis", result: dict[str, Any], *, force: bool) -> list[str]:

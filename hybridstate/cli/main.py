@@ -40,7 +40,7 @@ def root(
         typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
     ] = False,
     no_color: Annotated[
-        bool, typer.Option("--no-color", help="Plain text (as NO_COLOR does).")
+        bool, typer.Option("--no-color", help="No colours (as NO_COLOR does).")
     ] = False,
 ) -> None:
     """Which parts of a hybrid model's recurrent state to keep, and at which precision.

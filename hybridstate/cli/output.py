@@ -268,6 +268,7 @@ def _print_table(table: _Table) -> None:
     from rich import box
     from rich.measure import Measurement
     from rich.table import Table
+    from rich.text import Text
 
     console = _console(sys.stdout, 10_000)
     console.print(
@@ -277,9 +278,9 @@ def _print_table(table: _Table) -> None:
     grid = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for number, name in enumerate(table.columns):
         numeric = all(_NUMBER.match(row[number]) for row in cells)
-        grid.add_column(name, justify="right" if numeric else "left", no_wrap=True)
+        grid.add_column(Text(_printable(name)), justify="right" if numeric else "left", no_wrap=True)
     for row in cells:
-        grid.add_row(*row)
+        grid.add_row(*map(Text, row))
     needed = Measurement.get(console, console.options, grid).maximum
     width = _width()
     if width is None or needed <= width:

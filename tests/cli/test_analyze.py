@@ -1,0 +1,121 @@
+"""`hybridstate analyze` and `doctor` through the application, as a user meets them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from hybridstate.cli.main import app
+from tests.tiny import write_checkpoint
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def document(result: Result) -> dict[str, Any]:
+    found = json.loads(result.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_table_names_model_gate_and_cutoffs(tiny_kda: Path) -> None:
+    result = run("analyze", tiny_kda, "--w-max", "64", "--w-max", "16")
+    assert result.exit_code == 0, result.output
+    assert "kimi_linear, 3 of 4 layers linear" in result.stdout
+    assert "softplus gate, gate input -0.3 (published" in result.stdout
+    assert "dense:" in result.stdout
+    first_cells = [line.split()[0] for line in result.stdout.splitlines() if line.split()]
+    assert first_cells.count("16") == first_cells.count("64") == 2
+
+
+def test_json_document_carries_the_analysis(tiny_gdn: Path) -> None:
+    found = document(run("analyze", tiny_gdn, "--json"))
+    assert found["command"] == "analyze"
+    assert found["model"] == str(tiny_gdn)
+    assert found["result"]["model"]["unit"] == "head"
+    assert [c["w_max"] for c in found["result"]["cutoffs"]] == [16, 64, 128, 512]
+
+
+def test_output_folder_holds_json_and_three_figures(tiny_kda: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    result = run("analyze", tiny_kda, "-o", target, "--json")
+    assert result.exit_code == 0, result.output
+    names = sorted(path.name for path in target.iterdir())
+    assert names == [
+        "analysis.json",
+        "bytes.csv",
+        "bytes.png",
+        "horizons.csv",
+        "horizons.png",
+        "retained.csv",
+        "retained.png",
+    ]
+    assert [Path(p).name for p in document(result)["result"]["written"]] == names
+    written = json.loads((target / "analysis.json").read_text())
+    assert "environment" in written
+    assert written["cutoffs"] == document(result)["result"]["cutoffs"]
+    again = run("analyze", tiny_kda, "-o", target)
+    assert again.exit_code == 2
+    assert "is not empty" in again.stderr
+    assert run("analyze", tiny_kda, "-o", target, "--force").exit_code == 0
+
+
+def test_dry_run_lists_every_byte_range_and_writes_nothing(tiny_kda: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    result = run("analyze", tiny_kda, "--dry-run", "-o", target, "--json")
+    found = document(result)["result"]
+    assert not target.exists()
+    assert [r["tensor"].rsplit(".", 1)[1] for r in found["reads"]] == ["A_log", "dt_bias"] * 3
+    assert sum(r["bytes"] for r in found["reads"]) == found["tensor_bytes"] == 3 * (16 + 128)
+    assert len(found["writes"]) == 7
+    data = (tiny_kda / found["reads"][1]["file"]).read_bytes()
+    assert len(data) == found["checkpoint_bytes"]
+    table = run("analyze", tiny_kda, "--dry-run").stdout
+    assert "model.layers.0.self_attn.A_log" in table
+    assert "1x1x4x1" in table
+
+
+def test_failing_run_leaves_no_output_folder(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", "kimi_linear")
+    (folder / "model.safetensors").write_bytes(b"\0" * 4)
+    result = run("analyze", folder, "-o", tmp_path / "out")
+    assert result.exit_code == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gate-input", "nan"], "takes auto or a finite number"),
+        (["--gate-input", "high"], "takes auto or a finite number"),
+        (["--epsilon", "1"], "between 0 and 1"),
+        (["--epsilon", "inf"], "between 0 and 1"),
+        (["--w-max", "3"], "at least 4 tokens"),
+        (["--lower-bound", "-5", "--gate-input", "0"], "contradicts"),
+    ],
+)
+def test_impossible_option_is_refused(options: list[str], message: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", "kimi_linear")
+    config = json.loads((folder / "config.json").read_text())
+    config["linear_attn_config"]["gate_lower_bound"] = -4.0
+    (folder / "config.json").write_text(json.dumps(config))
+    result = run("analyze", folder, *options)
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+
+
+def test_stated_lower_bound_switches_to_the_safe_gate(tiny_kda: Path) -> None:
+    found = document(run("analyze", tiny_kda, "--lower-bound", "-5", "--json"))["result"]
+    assert found["model"]["gate"] == "safe"
+    assert found["model"]["lower_bound"] == -5.0
+    assert found["horizons"]["gate_input"] == 0.0
+
+
+def test_doctor_reports_versions_and_models() -> None:
+    found = document(run("doctor", "--json"))["result"]
+    assert found["environment"]["python"]
+    assert [m["name"] for m in found["embedded_models"]] == ["tiny-gdn", "tiny-kda"]
+    assert found["device"]["kernels"] in ("reference", "triton", "gluon")
