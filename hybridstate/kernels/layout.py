@@ -1,0 +1,281 @@
+"""Where each value of a stored state lies in memory; the only module that knows.
+
+A packed head holds K_hi key rows in FP16 and the others as INT8 codes with one FP32 scale per group of value
+columns (DAMP 5.2). Two physical orders hold the same three pieces, so they agree bit for bit once unpacked:
+
+natural    any dimensions. [scales: group, row] [FP16: column, row] [codes: column, row], key rows contiguous,
+           zero-padded to 16 bytes: sums over key channels then stay inside a thread.
+fragment   128 x 128, groups of 32, K_hi a multiple of 16: the operand order of Hopper's 16 x 8 x 16 matrix
+           instruction, so that every access of the fused kernel is a full 16-byte vector. Chunks of 16 key rows;
+           lane 4 r + j of a warp owns value columns 16 r + i and, in chunk c, key rows 16 c + 4 j + e:
+           [FP16 chunks: i / 2, lane, i % 2, e] [codes + 128: i / 4, lane, i % 4, e] [scales: group, row].
+
+`layout_id` names the order and everything that a kernel or a plan has to agree on.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hybridstate.defaults import FP16_MAX, GROUP
+from hybridstate.errors import NumericError
+from hybridstate.kernels.reference import dequantise_groups, quantise_groups
+
+Order = Literal["auto", "natural", "fragment"]
+DenseOrder = Literal["rows", "columns", "tiles"]
+
+FRAGMENT_DIM = 128
+CHUNK_ROWS = 16
+ALIGNMENT = 16
+"""Bytes: the widest access of one thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """Storage of one value head's mixed-precision state.
+
+    Args:
+        key_dim, value_dim: K and V.
+        k_hi: leading key rows kept in FP16, 0 to K.
+        group: value columns that share an INT8 scale; the last group may be short.
+        order: physical order; auto becomes fragment where that exists, natural elsewhere.
+    """
+
+    key_dim: int
+    value_dim: int
+    k_hi: int
+    group: int = GROUP
+    order: Order = "auto"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.k_hi <= self.key_dim or self.value_dim < 1 or self.group < 1:
+            raise NumericError(
+                f"no packed layout of {self.key_dim} x {self.value_dim} "
+                f"with {self.k_hi} FP16 rows and groups of {self.group}",
+                expected="0 <= k_hi <= key_dim, positive value_dim and group",
+            )
+        if self.order == "auto":
+            object.__setattr__(self, "order", "fragment" if self.has_fragment_order else "natural")
+        elif self.order == "fragment" and not self.has_fragment_order:
+            raise NumericError(
+                f"fragment order does not exist for {self.layout_id}", hint="Use order='natural'."
+            )
+
+    @property
+    def has_fragment_order(self) -> bool:
+        """Whether the matrix-fragment order exists for these dimensions."""
+        dims = (self.key_dim, self.value_dim, self.group, self.k_hi % CHUNK_ROWS)
+        return dims == (FRAGMENT_DIM, FRAGMENT_DIM, 32, 0)
+
+    @property
+    def rows_lo(self) -> int:
+        """Key rows stored as INT8."""
+        return self.key_dim - self.k_hi
+
+    @property
+    def groups(self) -> int:
+        """Scales per INT8 row."""
+        return -(-self.value_dim // self.group)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of one head without alignment."""
+        return 2 * self.k_hi * self.value_dim + self.rows_lo * (self.value_dim + 4 * self.groups)
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head in a pool."""
+        return -(-self.payload_bytes // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def bits_per_value(self) -> float:
+        """Stored bits per state value; 9.875 at 16 of 128 rows and groups of 32."""
+        return 8 * self.payload_bytes / (self.key_dim * self.value_dim)
+
+    @property
+    def layout_id(self) -> str:
+        """Name of the physical order with all its parameters."""
+        order = "mma16816-columns128" if self.order == "fragment" else "natural"
+        return f"{order}-k{self.key_dim}-v{self.value_dim}-f16x{self.k_hi}-i8g{self.group}-f32scale"
+
+    def pack(self, state: Tensor, *, check: bool = True) -> Tensor:
+        """Quantise and lay out states whose key rows are already in stored order.
+
+        FP16 rows saturate at 65,504 (`count_saturated` tells how many values); INT8 rows follow
+        `reference.quantise_groups`.
+
+        Args:
+            state: [..., K, V], float32 or float64.
+            check: refuse non-finite input (synchronises a GPU).
+
+        Returns:
+            uint8 [..., head_bytes]; alignment bytes are zero.
+
+        Raises:
+            NumericError: wrong shape, or non-finite values with `check`.
+        """
+        if tuple(state.shape[-2:]) != (self.key_dim, self.value_dim):
+            raise NumericError(
+                f"state ends in {tuple(state.shape[-2:])}, the layout holds {self.key_dim} x {self.value_dim}",
+                found=list(state.shape),
+            )
+        hi, lo = state[..., : self.k_hi, :], state[..., self.k_hi :, :]
+        if check and not bool(torch.isfinite(hi).all()):
+            first = torch.nonzero(~torch.isfinite(hi))[0].tolist()
+            raise NumericError(f"state to pack is not finite at index {first}", index=first)
+        codes, scales = quantise_groups(lo, self.group, check=check)
+        return self.join(hi.clamp(-FP16_MAX, FP16_MAX).to(torch.float16), codes, scales)
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """uint8 [..., head_bytes] to the float32 state [..., K, V] it stands for."""
+        hi, codes, scales = self.split(packed)
+        return torch.cat([hi.to(torch.float32), dequantise_groups(codes, scales, self.group)], -2)
+
+    def count_saturated(self, state: Tensor) -> Tensor:
+        """How many values of the FP16 rows exceed FP16; 0-dimensional, stays on the device."""
+        return (state[..., : self.k_hi, :].abs() > FP16_MAX).sum()
+
+    def join(self, hi: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+        """Lay out the three pieces of a head.
+
+        Args:
+            hi: float16 [..., k_hi, V].
+            codes: int8 [..., K - k_hi, V].
+            scales: float32 [..., K - k_hi, groups].
+
+        Returns:
+            uint8 [..., head_bytes].
+        """
+        if self.order == "fragment":
+            unsigned = (codes.to(torch.int16) + 128).to(torch.uint8)
+            pieces = [_to_fragment(hi, 2), _to_fragment(unsigned, 4), _chunk_scales(scales)]
+        else:
+            pieces = [scales.mT, hi.mT, codes.mT]
+        lead = hi.shape[:-2]
+        flat = [_typed(x, torch.uint8).reshape(*lead, -1) for x in pieces if x.numel()]
+        flat.append(flat[0].new_zeros(*lead, self.head_bytes - self.payload_bytes))
+        return torch.cat(flat, -1)
+
+    def split(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The inverse of `join`."""
+        lead, rows, width = packed.shape[:-1], self.rows_lo, self.value_dim
+        hi_bytes, scale_bytes = 2 * self.k_hi * width, 4 * rows * self.groups
+        sizes = [hi_bytes, rows * width, scale_bytes]
+        if self.order == "fragment":
+            hi, codes, scales = packed.split(sizes, -1)
+            return (
+                _from_fragment(_typed(hi, torch.float16), self.k_hi, 2),
+                (_from_fragment(codes, rows, 4).to(torch.int16) - 128).to(torch.int8),
+                _unchunk_scales(_typed(scales, torch.float32), rows),
+            )
+        scales, hi, codes = packed[..., : self.payload_bytes].split(
+            [sizes[2], sizes[0], sizes[1]], -1
+        )
+        return (
+            _typed(hi, torch.float16).reshape(*lead, width, self.k_hi).mT,
+            _typed(codes, torch.int8).reshape(*lead, width, rows).mT,
+            _typed(scales, torch.float32).reshape(*lead, self.groups, rows).mT,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLayout:
+    """Storage of an unquantised state of one head: K * V values of one dtype.
+
+    Args:
+        key_dim, value_dim: K and V.
+        dtype: float32, float16 or bfloat16.
+        order: rows [K, V], the logical order; columns [V, K], as serving engines store it; tiles
+            [V / tile, K, tile], which gives every access of a warp one contiguous block.
+        tile: value columns per tile, a divisor of V; only `tiles` uses it.
+    """
+
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype = torch.float32
+    order: DenseOrder = "rows"
+    tile: int = 8
+
+    def __post_init__(self) -> None:
+        if self.order == "tiles" and self.value_dim % self.tile:
+            raise NumericError(
+                f"tiles of {self.tile} columns do not divide {self.value_dim} value columns"
+            )
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """Distance in values between tiles, key rows and value columns inside a tile."""
+        if self.order == "tiles":
+            return self.key_dim * self.tile, self.tile, 1
+        if self.order == "columns":
+            return self.tile * self.key_dim, 1, self.key_dim
+        return self.tile, self.value_dim, 1
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head in a pool."""
+        return self.key_dim * self.value_dim * self.dtype.itemsize
+
+    @property
+    def layout_id(self) -> str:
+        """Name of the physical order with all its parameters."""
+        name = f"tiles{self.tile}" if self.order == "tiles" else self.order
+        return f"{name}-k{self.key_dim}-v{self.value_dim}-{str(self.dtype).removeprefix('torch.')}"
+
+    def pack(self, state: Tensor) -> Tensor:
+        """[..., K, V] to a tensor of the same shape and the pool's dtype, in physical order."""
+        if self.dtype == torch.float16:
+            state = state.clamp(-FP16_MAX, FP16_MAX)
+        stored = state.to(self.dtype)
+        if self.order == "columns":
+            stored = stored.mT
+        elif self.order == "tiles":
+            stored = stored.unflatten(-1, (-1, self.tile)).transpose(-3, -2)
+        return stored.reshape(state.shape).contiguous()
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """The inverse of `pack`, in float32."""
+        lead = packed.shape[:-2]
+        if self.order == "columns":
+            packed = packed.reshape(*lead, self.value_dim, self.key_dim).mT
+        elif self.order == "tiles":
+            packed = (
+                packed.reshape(*lead, -1, self.key_dim, self.tile).transpose(-3, -2).flatten(-2)
+            )
+        return packed.to(torch.float32)
+
+
+def _typed(piece: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same bytes read as another dtype; a copy, since axes of length 1 may carry any stride."""
+    return piece.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
+def _to_fragment(rows: Tensor, vector: int) -> Tensor:
+    """[..., 16 n, 128] to (chunk, i / vector, r, j, i % vector, e)."""
+    split = rows.reshape(*rows.shape[:-2], -1, 4, 4, 8, 16 // vector, vector)  # c j e r i/v i%v
+    return _reorder(split, (0, 4, 3, 1, 5, 2))
+
+
+def _from_fragment(flat: Tensor, count: int, vector: int) -> Tensor:
+    """The inverse of `_to_fragment` for `count` rows."""
+    split = flat.reshape(*flat.shape[:-1], count // CHUNK_ROWS, 16 // vector, 8, 4, vector, 4)
+    return _reorder(split, (0, 3, 5, 2, 1, 4)).reshape(*flat.shape[:-1], count, FRAGMENT_DIM)
+
+
+def _chunk_scales(scales: Tensor) -> Tensor:
+    """[..., 16 n, 4] to (chunk, group, row)."""
+    return scales.reshape(*scales.shape[:-2], -1, CHUNK_ROWS, 4).mT
+
+
+def _unchunk_scales(flat: Tensor, count: int) -> Tensor:
+    """The inverse of `_chunk_scales` for `count` rows."""
+    chunks = flat.reshape(*flat.shape[:-1], count // CHUNK_ROWS, 4, CHUNK_ROWS)
+    return chunks.mT.reshape(*flat.shape[:-1], count, 4)
+
+
+def _reorder(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """Permute the last axes, leaving the leading ones alone."""
+    lead = x.dim() - len(axes)
+    return x.permute(*range(lead), *(lead + axis for axis in axes))
