@@ -72,14 +72,14 @@ def _embedded() -> list[dict[str, Any]]:
     from hybridstate.checkpoint import EMBEDDED, open_checkpoint
     from hybridstate.errors import HybridStateError
 
-    found = []
+    found: list[dict[str, Any]] = []
     for name in EMBEDDED:
         try:
             checkpoint = open_checkpoint(name)
             size = sum(Path(file).stat().st_size for file in checkpoint.files)
             found.append({"name": name, "family": checkpoint.spec.name, "bytes": size})
         except HybridStateError as error:
-            found.append({"name": name, "family": None, "error": error.message})
+            found.append({"name": name, "family": None, "bytes": None, "error": error.message})
     return found
 
 
@@ -87,21 +87,27 @@ def _show(
     output: Output, versions: dict[str, Any], device: dict[str, Any], models: list[dict[str, Any]]
 ) -> None:
     output.table("versions", ("package", "found"), [(k, _text(v)) for k, v in versions.items()])
-    gpus = [
-        (g["name"], f"{g['memory_bytes'] / 2**30:.0f} GiB", ".".join(map(str, g["capability"])))
-        for g in device["gpus"]
-    ]
-    output.table(
-        "GPUs",
-        ("name", "memory", "capability"),
-        gpus,
-        note=f"decode kernels: {device['kernels'] or 'unknown'}"
-        + ("" if gpus else "; no GPU: calibrate and bench run the reference on the CPU"),
-    )
+    kernels = device["kernels"] or f"unknown ({device['torch']})"
+    if device["gpus"]:
+        output.table(
+            f"GPUs (CUDA {device['cuda']}, decode kernels: {kernels})",
+            ("name", "memory", "capability"),
+            [
+                (
+                    gpu["name"],
+                    f"{gpu['memory_bytes'] / 2**30:.0f} GiB",
+                    ".".join(map(str, gpu["capability"])),
+                )
+                for gpu in device["gpus"]
+            ],
+        )
+    else:
+        output.text("")
+        output.text(f"no GPU: calibrate and bench run on the CPU, decode kernels: {kernels}")
     output.table(
         "embedded models",
         ("name", "family", "bytes"),
-        [(m["name"], m["family"] or m["error"], m.get("bytes")) for m in models],
+        [(m["name"], m["family"] or "not installed", m["bytes"]) for m in models],
     )
 
 

@@ -278,13 +278,18 @@ def _print_table(table: _Table) -> None:
     grid = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for number, name in enumerate(table.columns):
         numeric = all(_NUMBER.match(row[number]) for row in cells)
-        grid.add_column(Text(_printable(name)), justify="right" if numeric else "left", no_wrap=True)
+        grid.add_column(
+            Text(_printable(name)), justify="right" if numeric else "left", no_wrap=True
+        )
     for row in cells:
         grid.add_row(*map(Text, row))
     needed = Measurement.get(console, console.options, grid).maximum
     width = _width()
     if width is None or needed <= width:
-        _console(sys.stdout, needed).print(grid, markup=False, highlight=False)
+        fitting = _console(sys.stdout, needed)
+        with fitting.capture() as capture:
+            fitting.print(grid, highlight=False)
+        print("\n".join(line.rstrip() for line in capture.get().splitlines()))
     else:
         _print_records(table.columns, cells)
     if table.note:
