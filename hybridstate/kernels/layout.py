@@ -249,6 +249,9 @@ class DenseLayout:
 
 def _typed(piece: Tensor, dtype: torch.dtype) -> Tensor:
     """The same bytes read as another dtype; a copy, since axes of length 1 may carry any stride."""
+    if not piece.numel():
+        width = piece.shape[-1] * piece.element_size() // dtype.itemsize
+        return torch.empty(*piece.shape[:-1], width, dtype=dtype, device=piece.device)
     return piece.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
