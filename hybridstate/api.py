@@ -8,7 +8,9 @@ from hybridstate.defaults import EPSILON, W_MAX
 from hybridstate.errors import UsageError
 
 if TYPE_CHECKING:
+    from hybridstate.horizons.observed import HorizonValidation
     from hybridstate.plan.analysis import Analysis
+    from hybridstate.quality.calibration import Calibration
     from hybridstate.quality.verify import Verification
     from hybridstate.weights.export import ExportedPlan
 
@@ -65,6 +67,136 @@ def analyze(
         cutoffs=cutoffs,
         warnings=checkpoint.warnings + near_cutoff_warnings(cutoffs),
     )
+
+
+def validate_horizons(
+    model: str | Path,
+    *,
+    prefixes: int = 8,
+    tokens: int = 1024,
+    w_max: Sequence[int] = W_MAX,
+    gate_input: float | None = None,
+    epsilon: float = EPSILON,
+    lower_bound: float | None = None,
+    device: str = "cpu",
+    progress: "Progress | None" = None,
+) -> "HorizonValidation":
+    """Run the model on held-out prose and compare static horizons with what its gates did.
+
+    Args:
+        model: folder or embedded name.
+        prefixes, tokens: how many stretches of the held-out book, and how long.
+        w_max: cutoffs at which the decisions are compared.
+        gate_input, epsilon, lower_bound: see `analyze`.
+        device: `auto`, `cpu` or `cuda`.
+        progress: called with (stage, done, total).
+
+    Raises:
+        SourceError, UnsupportedModel, NumericError, MissingRequirement: see `hybridstate.errors`.
+    """
+    from hybridstate.horizons.observed import observed_horizons, state_magnitude, validate
+    from hybridstate.trajectories import prompts
+    from hybridstate.trajectories.model import load_model
+    from hybridstate.trajectories.record import observe_prefixes
+
+    static = analyze(
+        model, w_max=w_max, gate_input=gate_input, epsilon=epsilon, lower_bound=lower_bound
+    )
+    loaded = load_model(model, device=device, lower_bound=lower_bound)
+    text = prompts.prefixes(loaded.encode, prompts.heldout_text(), count=prefixes, tokens=tokens)
+    seen = observe_prefixes(loaded, text, progress=progress)
+    return validate(
+        static.horizons,
+        [observed_horizons(mean, epsilon) for mean in seen.mean_log_decay],
+        [state_magnitude(states, loaded.spec.unit) for states in seen.states],
+        indices=[layer.index for layer in loaded.spec.layers],
+        w_max=w_max,
+        tokens=tokens,
+        source="Bleak House, held out",
+        gate_input=static.gate_input,
+    )
+
+
+def calibrate(
+    model: str | Path,
+    out: str | Path | None = None,
+    *,
+    profile: str = "quick",
+    k_hi: int | None = None,
+    prompts: str | Path | None = None,
+    seed: int = 0,
+    temperature: float | None = None,
+    device: str = "cpu",
+    lower_bound: float | None = None,
+    force: bool = False,
+    progress: "Progress | None" = None,
+    **options: Any,
+) -> "Calibration":
+    """Choose the key channels to keep in FP16, and measure every format on prompts left aside.
+
+    Args:
+        model: folder or embedded name.
+        out: output folder, read by `export_plan`; appears whole or not at all.
+        profile: `quick`, or `paper` for the published protocol.
+        k_hi: FP16 key channels per head; 12.5 % of them by default.
+        prompts: JSONL file of `{"text": ..., "domain": ...}` instead of the texts shipped here.
+        seed: of the prompt draw, the sampling and the random channels.
+        temperature: of the reference trajectories; by default 1.0 for embedded models, else greedy.
+        device: `auto`, `cpu` or `cuda`.
+        lower_bound: see `analyze`.
+        force: replace files of an earlier calibration.
+        progress: called with (stage, done, total); stages record, score, validate.
+        **options: other fields of `trajectories.protocol.Protocol`.
+
+    Raises:
+        SourceError, UnsupportedModel, NumericError, UsageError, MissingRequirement: see
+            `hybridstate.errors`.
+    """
+    from hybridstate.provenance import check_output_folder
+    from hybridstate.quality.calibration import assemble
+    from hybridstate.quant.calibration import fingerprint, record_batches, score, trajectory_store
+    from hybridstate.quant.risk import check_k_hi
+    from hybridstate.quant.simulate import simulate
+    from hybridstate.trajectories.model import load_model
+    from hybridstate.trajectories.prompts import make_prompts, read_texts, shipped_texts
+    from hybridstate.trajectories.protocol import protocol
+
+    target = None if out is None else Path(out)
+    if target is not None:
+        check_output_folder(target, force=force)
+    settings = protocol(profile, temperature=temperature, **options)
+    texts = shipped_texts() if prompts is None else read_texts(Path(prompts))
+    loaded = load_model(model, device=device, lower_bound=lower_bound)
+    channels = check_k_hi(k_hi, loaded.spec)
+    drawn = make_prompts(loaded.encode, texts, settings, seed=seed)
+    run = fingerprint(loaded, drawn, settings, seed)
+    with trajectory_store(target, run, len(loaded.spec.layers)) as store:
+        generated = record_batches(loaded, drawn, settings, store, seed=seed, progress=progress)
+        scores = score(loaded, drawn, settings, store, k_hi=channels, seed=seed, progress=progress)
+        held_out = [row for row, prompt in enumerate(drawn) if prompt.split == "validate"]
+        simulation = simulate(
+            loaded,
+            tuple(drawn[row] for row in held_out),
+            generated[held_out],
+            scores.arms,
+            chunk=settings.chunk,
+            batch=settings.batch,
+            progress=progress,
+        )
+        calibration = assemble(
+            loaded,
+            drawn,
+            settings,
+            scores,
+            generated,
+            simulation,
+            k_hi=channels,
+            seed=seed,
+            source="shipped" if prompts is None else Path(prompts).name,
+        )
+        if target is not None:
+            calibration.write(target, force=force)
+    return calibration
 
 
 def export_plan(

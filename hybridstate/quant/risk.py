@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from hybridstate.errors import NumericError, UsageError
+from hybridstate.families import ModelSpec
 from hybridstate.quant.formats import Arm, Format
 
 F64 = NDArray[np.float64]
@@ -83,18 +84,32 @@ def default_k_hi(key_dim: int) -> int:
     return min(key_dim, 16 * max(1, round(key_dim / 128)))
 
 
+def check_k_hi(k_hi: int | None, spec: ModelSpec) -> int:
+    """The number of protected channels per head: as given if every layer has them, or the default.
+
+    Raises:
+        UsageError: negative, or more than a layer's key channels.
+    """
+    smallest = min(layer.key_dim for layer in spec.layers)
+    if k_hi is None:
+        return default_k_hi(smallest)
+    if not 0 <= k_hi <= smallest:
+        raise UsageError(
+            f"k_hi is {k_hi}, the state has {smallest} key channels per head",
+            hint=f"the default is {default_k_hi(smallest)}",
+            found=k_hi,
+            expected=f"0 to {smallest}",
+        )
+    return k_hi
+
+
 def protect(scores: F64, k_hi: int, key_heads: int) -> I16:
     """The `k_hi` channels of highest score per key head, ascending: `[H, k_hi]`.
 
     Value heads that read one key head share a selection, by the sum of their scores, so that the key
     order can be absorbed in the weights. Equal scores prefer the lower channel.
-
-    Raises:
-        UsageError: more channels asked for than there are.
     """
     heads, key_dim = scores.shape
-    if not 0 <= k_hi <= key_dim:
-        raise UsageError(f"k_hi is {k_hi}, the state has {key_dim} key channels", found=k_hi)
     bundle = heads // key_heads
     shared = scores.reshape(key_heads, bundle, key_dim).sum(1)
     chosen = np.sort(np.argsort(-shared, axis=1, kind="stable")[:, :k_hi], axis=1)

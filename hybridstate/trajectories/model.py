@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -157,15 +158,20 @@ _RUNNING: list[tuple[Recurrence, int]] = []
 
 
 def load_model(
-    path_or_name: str, *, device: str = "cpu", dtype: torch.dtype | None = None
+    path_or_name: str | Path,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    lower_bound: float | None = None,
 ) -> LoadedModel:
     """Load a folder or an embedded model, offline and without remote code.
 
     Args:
         path_or_name: a folder in the released layout, or an embedded name such as `tiny-gdn`.
-        device: torch device; one without hardware raises `MissingRequirement`.
+        device: torch device, or `auto` for a GPU if there is one.
         dtype: of the weights; float32 on CPU and bfloat16 on a GPU unless given. Decay
             parameters always keep the precision they are stored in.
+        lower_bound: l of the safe gate, for configs that do not state it.
 
     Raises:
         SourceError, UnsupportedModel, NumericError: from the checkpoint or a mismatching model.
@@ -173,7 +179,7 @@ def load_model(
     import transformers
 
     target = torch_device(device)
-    checkpoint = open_checkpoint(path_or_name)
+    checkpoint = open_checkpoint(path_or_name, lower_bound=lower_bound)
     spec = checkpoint.spec
     if dtype is None:
         dtype = torch.float32 if target.type == "cpu" else torch.bfloat16
@@ -205,7 +211,14 @@ def load_model(
 
 
 def torch_device(device: str) -> torch.device:
-    """The torch device of that name; raises if its hardware is absent."""
+    """The torch device of that name, `auto` included.
+
+    Raises:
+        UsageError: no such device.
+        MissingRequirement: its hardware is absent.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         target = torch.device(device)
     except RuntimeError as error:

@@ -1,13 +1,17 @@
 """Risk against a float64 NumPy twin written from the equations, selection, averages, agreement."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+from hybridstate.checkpoint import open_checkpoint
 from hybridstate.errors import NumericError, UsageError
 from hybridstate.quant.formats import FORMATS, Arm
 from hybridstate.quant.risk import (
     Place,
+    check_k_hi,
     default_k_hi,
     equal_weights,
     local_error,
@@ -89,8 +93,6 @@ def test_value_heads_of_a_bundle_share_the_channels_of_largest_summed_score() ->
     assert protect(scores, 2, key_heads=4).tolist() == [[0, 2], [1, 2], [0, 1], [0, 1]]
     assert protect(scores, 0, key_heads=2).shape == (4, 0)
     assert protect(scores, 4, key_heads=2).tolist() == [[0, 1, 2, 3]] * 4
-    with pytest.raises(UsageError, match="k_hi is 5, the state has 4"):
-        protect(scores, 5, key_heads=2)
 
 
 def test_random_channels_are_shared_ascending_and_repeatable() -> None:
@@ -105,6 +107,15 @@ def test_random_channels_are_shared_ascending_and_repeatable() -> None:
 
 def test_default_share_of_protected_channels() -> None:
     assert [default_k_hi(d) for d in (8, 64, 96, 128, 192, 256)] == [8, 16, 16, 16, 32, 32]
+
+
+def test_k_hi_beyond_the_key_channels_is_refused(tiny_gdn: Path) -> None:
+    spec = open_checkpoint(tiny_gdn).spec
+    assert check_k_hi(None, spec) == 8
+    assert check_k_hi(0, spec) == 0
+    for wrong in (-1, 9):
+        with pytest.raises(UsageError, match=f"k_hi is {wrong}, the state has 8"):
+            check_k_hi(wrong, spec)
 
 
 def test_objective_sums_each_channel_in_its_format() -> None:
