@@ -27,6 +27,8 @@ ANALYSIS_FIGURES: Final = ("horizons", "retained", "bytes")
 
 _FULL_ATTENTION: Final = "#BDBDBD"
 _DPI: Final = 150
+_LONGEST_DECADE: Final = 7  # ten million tokens, beyond any context; what is longer is counted
+_LABEL_ROWS: Final = 4
 _MIB: Final = 2**20
 _W_GRID: Final = tuple(2**k for k in range(2, 15))
 
@@ -62,12 +64,12 @@ def save_figure(
 def _horizons(analysis: Analysis, folder: Path) -> None:
     """Histogram of the horizons on a logarithmic axis, with the cutoffs."""
     values = np.concatenate([h.reshape(-1) for h in analysis.horizons])
-    finite = values[np.isfinite(values) & (values > 0)]
-    low = np.floor(np.log10(finite.min())) if finite.size else 0.0
-    high = np.ceil(np.log10(finite.max())) if finite.size else 1.0
-    edges = np.logspace(low, max(high, low + 1), int(8 * max(high - low, 1)) + 1)
-    counts, _ = np.histogram(finite, edges)
-    infinite, zero = int(np.isinf(values).sum()), int((values == 0).sum())
+    shown = values[(values > 0) & (values <= 10.0**_LONGEST_DECADE)]
+    low, high = _decades(np.append(shown, [c.selection.w_max for c in analysis.cutoffs]))
+    edges = np.logspace(low, high, 8 * (high - low) + 1)
+    counts, _ = np.histogram(shown, edges)
+    zero, infinite = int((values == 0).sum()), int(np.isinf(values).sum())
+    longer = values.size - shown.size - zero - infinite
 
     figure = new_figure(7.0, 3.8)
     axes = figure.add_subplot()
@@ -81,14 +83,14 @@ def _horizons(analysis: Analysis, folder: Path) -> None:
         linewidth=0.5,
     )
     axes.set_xscale("log")
-    axes.set_ylim(0, max(1, int(counts.max())) * 1.22)
+    axes.set_ylim(0, max(1, int(counts.max())) * (1.05 + 0.07 * _LABEL_ROWS))
     axes.set_xlim(edges[0], edges[-1])
     for number, cutoff in enumerate(analysis.cutoffs):
         selection = cutoff.selection
         axes.axvline(selection.w_max, color=COLOURS[1], linestyle="--", linewidth=1.2)
         axes.annotate(
             f"{selection.w_max}: {100 * selection.fraction:.0f} % kept",
-            (selection.w_max, 1 - 0.06 * (number % 3)),
+            (selection.w_max, 1 - 0.055 * (number % _LABEL_ROWS)),
             xycoords=axes.get_xaxis_transform(),
             xytext=(3, -2),
             textcoords="offset points",
@@ -97,7 +99,11 @@ def _horizons(analysis: Analysis, folder: Path) -> None:
             color=COLOURS[1],
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.6},
         )
-    beyond = [f"{n} {word}" for n, word in ((infinite, "infinite"), (zero, "zero")) if n]
+    beyond = [
+        f"{n:,} {word}"
+        for n, word in ((longer, "longer"), (infinite, "infinite"), (zero, "zero"))
+        if n
+    ]
     axes.set_xlabel(
         f"horizon in tokens ({analysis.epsilon:g} of the content left)"
         + (f"; not shown: {', '.join(beyond)}" if beyond else "")
@@ -107,8 +113,14 @@ def _horizons(analysis: Analysis, folder: Path) -> None:
     rows: list[tuple[object, ...]] = [
         (_g(a), _g(b), int(n)) for a, b, n in zip(edges[:-1], edges[1:], counts, strict=True)
     ]
-    rows += [("0", "0", zero), ("inf", "inf", infinite)]
+    rows += [("0", "0", zero), (_g(edges[-1]), "inf", longer), ("inf", "inf", infinite)]
     save_figure(figure, folder / "horizons", ("from_tokens", "to_tokens", "units"), rows)
+
+
+def _decades(values: NDArray[np.float64]) -> tuple[int, int]:
+    """Powers of ten around positive values, at least one apart."""
+    low = int(np.floor(np.log10(values.min())))
+    return low, max(low + 1, int(np.ceil(np.log10(values.max()))))
 
 
 def _retained(analysis: Analysis, folder: Path) -> None:
