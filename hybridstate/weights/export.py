@@ -26,13 +26,18 @@ class ExportedPlan:
     written: bool
     verification: dict[str, Any] | None = None
 
+    @property
+    def digest(self) -> str | None:
+        """Content digest of the plan; None for a dry run whose weights would decide it."""
+        return self.plan.digest if self.written or self.layout is None else None
+
     def to_json(self) -> dict[str, Any]:
         """Digest, blocks present, and for a checkpoint its tensors, files and bytes."""
         document = self.plan.document
         result: dict[str, Any] = {
             "path": str(self.path),
             "written": self.written,
-            "digest": self.plan.digest,
+            "digest": self.digest,
             "selection": document.selection is not None,
             "precision": document.precision is not None,
             "arrays": len(self.plan.arrays),

@@ -1,0 +1,132 @@
+"""`hybridstate export-plan`: the plan bundle, and the checkpoint that carries its key order."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hybridstate.cli.options import (
+    DryRun,
+    Epsilon,
+    GateInput,
+    Json,
+    LowerBound,
+    Model,
+    Quiet,
+    RequiredOutputFolder,
+    parse_gate_input,
+)
+from hybridstate.cli.output import Output, command
+from hybridstate.defaults import EPSILON
+
+if TYPE_CHECKING:
+    from hybridstate.weights.export import ExportedPlan
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command(
+        "export-plan",
+        short_help="Write the plan, and the checkpoint that carries its key order.",
+        epilog="Example: hybridstate export-plan tiny-kda --w-max 64 -o plan\n\n"
+        "Example: hybridstate export-plan tiny-gdn --w-max 64 --calibration cal --check -o exported",
+    )(export_plan)
+
+
+def export_plan(
+    model: Model,
+    output: RequiredOutputFolder,
+    w_max: Annotated[
+        int | None,
+        typer.Option(
+            "--w-max",
+            metavar="N",
+            help="Cutoff in tokens, at least 4; leave it out for a plan of the packed state alone.",
+            show_default=False,
+        ),
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibration",
+            metavar="DIR",
+            help="Folder written by `hybridstate calibrate` for this model.",
+            show_default=False,
+        ),
+    ] = None,
+    weights: Annotated[
+        bool | None,
+        typer.Option(
+            "--weights/--no-weights",
+            help="Write the permuted checkpoint. [default: if calibrated]",
+            show_default=False,
+        ),
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Then compare original and exported (runs both models)."),
+    ] = False,
+    gate_input: GateInput = "auto",
+    epsilon: Epsilon = EPSILON,
+    lower_bound: LowerBound = None,
+    dry_run: DryRun = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an earlier export, the whole folder.")
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write what an engine loads: which state to keep, in which precision and order.
+
+    With --w-max alone the output is a plan bundle (plan.json and plan.safetensors). With
+    --calibration it is a whole checkpoint whose key channels are permuted, with the bundle in
+    state_plan/. The folder appears whole or not at all.
+    """
+    with command("export-plan", model=model, json=json, quiet=quiet) as out:
+        from hybridstate import api
+
+        exported = api.export_plan(
+            model,
+            out=output,
+            w_max=w_max,
+            calibration=calibration,
+            weights=weights,
+            gate_input=parse_gate_input(gate_input),
+            epsilon=epsilon,
+            lower_bound=lower_bound,
+            check=check,
+            dry_run=dry_run,
+            force=force,
+            progress=out.progress,
+        )
+        _show(out, exported)
+        out.result(exported.to_json())
+
+
+def _show(out: Output, exported: "ExportedPlan") -> None:
+    from hybridstate.cli.plan import show_plan
+
+    show_plan(out, exported.plan, digest=exported.digest)
+    layout = exported.layout
+    if layout is not None:
+        out.table(
+            "checkpoint",
+            ("tensors", "moved", "shards", "side files", "bytes"),
+            [
+                (
+                    layout.tensors,
+                    len(layout.moves),
+                    len(layout.shards),
+                    len(layout.side_files),
+                    layout.nbytes,
+                )
+            ],
+        )
+        for name in layout.left_out:
+            out.warn(f"{name} is not copied: it may hold weights in the old order")
+    if exported.verification is not None:
+        out.text(
+            f"checked: logits within {exported.verification['logit_error']:.1e}, states within "
+            f"{exported.verification['state_error']:.1e}, identical tokens"
+        )
+    out.text(f"{'wrote' if exported.written else 'would write'} {exported.path}")
