@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hybridstate.cli.options import (
+    Device,
     DryRun,
     Epsilon,
     Force,
@@ -48,6 +49,7 @@ def analyze(
         bool,
         typer.Option("--validate", help="Also run the model on 8 prose prefixes (needs torch)."),
     ] = False,
+    device: Device = "cpu",
     dry_run: DryRun = False,
     force: Force = False,
     json: Json = False,
@@ -87,6 +89,7 @@ def analyze(
                 gate_input=a_s,
                 epsilon=epsilon,
                 lower_bound=lower_bound,
+                device=device,
                 progress=out.progress,
             )
             result["validation"] = validation.to_json()

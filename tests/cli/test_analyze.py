@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from hybridstate import api
 from hybridstate.cli.main import app
+from hybridstate.horizons.observed import (
+    CutoffAgreement,
+    HorizonValidation,
+    LayerAgreement,
+    RankAgreement,
+)
 from tests.tiny import write_checkpoint
 
 
@@ -112,6 +119,36 @@ def test_stated_lower_bound_switches_to_the_safe_gate(tiny_kda: Path) -> None:
     assert found["model"]["gate"] == "safe"
     assert found["model"]["lower_bound"] == -5.0
     assert found["horizons"]["gate_input"] == 0.0
+
+
+def test_validation_is_tabled_and_carried_in_json(
+    tiny_kda: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def observed(model: str, **options: Any) -> HorizonValidation:
+        calls.append(options)
+        return HorizonValidation(
+            prefixes=8,
+            tokens=1024,
+            source="a book",
+            gate_input=-0.3,
+            horizons=RankAgreement(0.98765, 0.9, 1.0, 24, 0),
+            magnitudes=RankAgreement(None, None, None, 24, 24),
+            cutoffs=(CutoffAgreement(64, 0.9083, 4232, 2),),
+            layers=(LayerAgreement(0, 0.99, None),),
+        )
+
+    monkeypatch.setattr(api, "validate_horizons", observed)
+    table = run("analyze", tiny_kda, "--validate", "--w-max", "64")
+    assert table.exit_code == 0, table.output
+    assert "observed horizon H_e              0.988" in table.stdout
+    assert "4,232" in table.stdout
+    assert calls[0]["w_max"] == [64]
+    assert calls[0]["device"] == "cpu"
+    found = document(run("analyze", tiny_kda, "--validate", "--json"))["result"]["validation"]
+    assert found["magnitudes"]["median"] is None
+    assert found["cutoffs"][0]["omitted_but_longer"] == 2
 
 
 def test_doctor_reports_versions_and_models() -> None:
