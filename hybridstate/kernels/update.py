@@ -236,41 +236,87 @@ def _choose(device: str, layout: Layout) -> Choice:
     return Choice("reference", "; ".join([*failures, "reference: what is left"]))
 
 
+@dataclass(frozen=True, slots=True)
+class StepCheck:
+    """How far one step is from float64, and what is wrong with it if anything is.
+
+    Attributes:
+        output_error: relative RMS of the outputs.
+        state_error: relative RMS of the states.
+        storage_error: the same for the exact states stored in this layout; no kernel can do better.
+        problem: what is wrong, or None.
+    """
+
+    output_error: float
+    state_error: float
+    storage_error: float
+    problem: str | None
+
+
 def self_test(name: Name, device: torch.device, layout: Layout) -> str | None:
     """One small step of GDN and of KDA against float64.
 
     Returns:
         None when output and state are right, otherwise what was wrong.
     """
-    for key_heads, per_channel in ((1, False), (2, True)):
-        generator = torch.Generator().manual_seed(20)
-        batch, heads, key_dim, value_dim = 3, 2, layout.key_dim, layout.value_dim
-
-        def draw(*shape: int, generator: torch.Generator = generator) -> Tensor:
-            return torch.randn(shape, generator=generator)
-
-        q, k = (draw(batch, key_heads, key_dim).bfloat16() for _ in range(2))
-        v = draw(batch, heads, value_dim).bfloat16()
-        g = -draw(*((batch, heads, key_dim) if per_channel else (batch, heads))).abs() * 0.2
-        beta, scale = draw(batch, heads).sigmoid(), draw(heads, value_dim).exp()
-        pool = layout.pack(draw(4, heads, key_dim, value_dim))
-        before, slots = pool.clone(), torch.tensor([2, -1, 0])
-        on_device = [x.to(device) for x in (q, k, v, g, beta, pool, slots)]
-        out = torch.full_like(on_device[2], float("nan"))
-        _runner(name, layout)(*on_device, out, scale.to(device), layout)
-        problem = _compare(
-            (q, k, v, g, beta, before, slots), scale, on_device[5].cpu(), out.cpu(), layout
-        )
-        if problem is not None:
-            return f"{'KDA' if per_channel else 'GDN'} step is wrong: {problem}"
+    for per_channel, key_heads in ((False, 1), (True, 2)):
+        found = check_step(name, device, layout, per_channel=per_channel, key_heads=key_heads)
+        if found.problem is not None:
+            return f"{'KDA' if per_channel else 'GDN'} step is wrong: {found.problem}"
     return None
 
 
+def check_step(
+    name: Name,
+    device: torch.device,
+    layout: Layout,
+    *,
+    per_channel: bool,
+    key_heads: int,
+    heads: int = 2,
+    batch: int = 3,
+    seed: int = 20,
+    step: Callable[..., None] | None = None,
+) -> StepCheck:
+    """One step on random bfloat16 inputs, its second row padding, against float64 on the CPU.
+
+    Args:
+        name, device, layout: what to test and where.
+        per_channel: KDA rather than GDN.
+        key_heads, heads, batch: shape of the step.
+        seed: of the inputs.
+        step: function to test instead of the named one, with the same arguments.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    key_dim, value_dim = layout.key_dim, layout.value_dim
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    q, k = (draw(batch, key_heads, key_dim).bfloat16() for _ in range(2))
+    v = draw(batch, heads, value_dim).bfloat16()
+    g = -draw(*((batch, heads, key_dim) if per_channel else (batch, heads))).abs() * 0.2
+    beta, scale = draw(batch, heads).sigmoid(), draw(heads, value_dim).exp()
+    pool = layout.pack(draw(batch + 1, heads, key_dim, value_dim))
+    slots = torch.randperm(batch + 1, generator=generator)[:batch]
+    if batch > 1:
+        slots[1] = -1
+    on_device = [x.to(device) for x in (q, k, v, g, beta, pool.clone(), slots)]
+    out = torch.full_like(on_device[2], float("nan"))
+    (step or _runner(name, layout))(*on_device, out, scale.to(device), layout)
+    return _compare((q, k, v, g, beta), slots, scale, pool, on_device[5].cpu(), out.cpu(), layout)
+
+
 def _compare(
-    inputs: tuple[Tensor, ...], scale: Tensor, after: Tensor, out: Tensor, layout: Layout
-) -> str | None:
-    """What is wrong with a step's output and pool, or None."""
-    *vectors, before, slots = inputs
+    vectors: tuple[Tensor, ...],
+    slots: Tensor,
+    scale: Tensor,
+    before: Tensor,
+    after: Tensor,
+    out: Tensor,
+    layout: Layout,
+) -> StepCheck:
+    """Errors of a step's output and pool against the float64 recurrence on the stored state."""
     live, scale = slots >= 0, scale.double().unsqueeze(-2)
     rows = slots[live]
     state = layout.unpack(before[rows]).double() * scale
@@ -278,18 +324,21 @@ def _compare(
     o, exact = recurrent_step(q, k, v, g, beta, state)
     found = layout.unpack(after[rows]).double() * scale
     best = layout.unpack(layout.pack(exact / scale)).double() * scale
-    output_error = float((out[live].double() - o).norm() / o.norm())
-    state_error = float((found - exact).norm() / exact.norm())
-    limit = float((best - exact).norm() / exact.norm()) * STATE_MARGIN + 1e-6
+    output_error, state_error, storage_error = (
+        float((x - y).norm() / y.norm())
+        for x, y in ((out[live].double(), o), (found, exact), (best, exact))
+    )
     untouched = torch.ones(before.shape[0], dtype=torch.bool)
     untouched[rows] = False
+    limit = storage_error * STATE_MARGIN + 1e-6
+    problem = None
     if not output_error < OUTPUT_ERROR:
-        return f"output error {output_error:.1e}, at most {OUTPUT_ERROR:.0e}"
-    if not state_error < limit:
-        return f"state error {state_error:.2e}, at most {limit:.2e}"
-    if bool((out[~live] != 0).any()) or not torch.equal(after[untouched], before[untouched]):
-        return "padding row or unused slot was touched"
-    return None
+        problem = f"output error {output_error:.1e}, at most {OUTPUT_ERROR:.0e}"
+    elif not state_error < limit:
+        problem = f"state error {state_error:.2e}, at most {limit:.2e}"
+    elif bool((out[~live] != 0).any()) or not torch.equal(after[untouched], before[untouched]):
+        problem = "padding row or unused slot was touched"
+    return StepCheck(output_error, state_error, storage_error, problem)
 
 
 def _check(

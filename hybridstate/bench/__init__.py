@@ -1,0 +1,1 @@
+"""What it costs: updates, decoding and restoring, each behind a correctness check."""

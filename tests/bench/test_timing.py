@@ -1,0 +1,77 @@
+"""Samples and how they are taken, with a clock that the tests turn."""
+
+import pytest
+import torch
+
+from hybridstate.bench.timing import Samples, device_record, measure, measure_launches, rotation
+
+
+class Clock:
+    """Seconds that pass only when told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_statistics_of_known_samples() -> None:
+    samples = Samples([5.0, 1.0, 2.0, 4.0, 3.0])
+    found = samples.to_json()
+    assert (found["median"], found["p10"], found["p90"], found["iqr"]) == (3.0, 1.4, 4.6, 2.0)
+    assert found["samples"] == [5.0, 1.0, 2.0, 4.0, 3.0], "order of measurement"
+    assert (found["count"], found["unit"]) == (5, "s")
+    assert Samples([7.0]).to_json()["p90"] == 7.0
+
+
+def test_no_samples_is_not_a_measurement() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        Samples([])
+
+
+def test_warm_up_is_run_and_not_counted() -> None:
+    clock, durations = Clock(), iter([100.0, 50.0, 1.0, 2.0, 3.0])
+
+    def call() -> None:
+        clock.now += next(durations)
+
+    assert measure(call, warmup=2, repeat=3, clock=clock).seconds == (1.0, 2.0, 3.0)
+
+
+def test_a_round_is_averaged_over_its_launches() -> None:
+    clock, order = Clock(), []
+
+    def launch(name: str) -> None:
+        order.append(name)
+        clock.now += 1.0 if name == "a" else 3.0
+
+    samples = measure_launches(
+        [lambda: launch("a"), lambda: launch("b")], warmup=1, repeat=2, clock=clock
+    )
+    assert samples.seconds == (2.0, 2.0)
+    assert order == ["a", "b"] * 3
+
+
+def test_a_cpu_rotates_nothing_and_says_what_it_is() -> None:
+    assert rotation(10, "cpu") == 1
+    assert device_record("cpu")["threads"] == torch.get_num_threads()
+
+
+@pytest.mark.gpu
+def test_graph_replay_times_every_launch_on_its_own_pool() -> None:
+    pools = [torch.zeros(1 << 20, device="cuda") for _ in range(3)]
+    samples = measure_launches(
+        [lambda p=pool: p.add_(1) for pool in pools], device="cuda", warmup=2, repeat=5
+    )
+    torch.cuda.synchronize()
+    assert [float(p[0]) for p in pools] == [9.0] * 3, "two runs before capture, seven replays"
+    assert 0 < samples.median < 1e-3
+
+
+@pytest.mark.gpu
+def test_pools_exceed_the_cache_four_times() -> None:
+    cache = device_record("cuda")["l2_bytes"]
+    assert rotation(cache, "cuda") == 4
+    assert rotation(100 * cache, "cuda") == 2
+    assert rotation(1, "cuda") == 64
