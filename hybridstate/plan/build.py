@@ -197,9 +197,8 @@ def _check_origin(checkpoint: Checkpoint, calibration: Calibration) -> None:
     for part, expected in calibration.digests.items():
         if found.get(part) != expected:
             raise PlanMismatch(
-                f"{calibration.path} was calibrated on {calibration.model}, not on "
-                f"{checkpoint.name}: {part} digest is {found.get(part, '-')[:12]}, "
-                f"expected {expected[:12]}",
+                f"{calibration.path} was calibrated on {calibration.model} with {part} digest "
+                f"{expected[:12]}, {checkpoint.name} has {found.get(part, '-')[:12]}",
                 hint=f"run `hybridstate calibrate {checkpoint.name}` and give its folder",
                 file=str(calibration.path),
                 digest=part,

@@ -13,10 +13,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridstate.errors import SourceError
+from hybridstate.errors import PlanMismatch, SourceError
+from hybridstate.plan.schema import ValidationRow
+from hybridstate.provenance import sha256_bytes
 
 CALIBRATION_FILE: Final = "calibration.json"
 ARRAYS_FILE: Final = "calibration.safetensors"
+SCHEMA: Final = "hybridstate.calibration/1"
 _AGAIN: Final = "run `hybridstate calibrate MODEL -o DIR` again"
 
 
@@ -83,6 +86,15 @@ def read_calibration(path: str | Path) -> Calibration:
 
 
 def _parse(folder: Path, content: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Calibration:
+    if content["schema"] != SCHEMA:
+        raise PlanMismatch(
+            f"{folder / CALIBRATION_FILE}: schema {content['schema']}, this version reads {SCHEMA}",
+            hint="calibrate and export with the same hybridstate",
+            file=str(folder / CALIBRATION_FILE),
+            found=str(content["schema"]),
+            expected=SCHEMA,
+        )
+    _check_bytes(folder, content, arrays)
     indices = sorted(int(name.split(".")[1]) for name in arrays if name.endswith(".risk"))
     if not indices:
         raise SourceError(f"{folder / ARRAYS_FILE} holds no layers.*.risk", file=str(folder))
@@ -118,6 +130,28 @@ def _parse(folder: Path, content: dict[str, Any], arrays: dict[str, NDArray[Any]
             "prompt_digests": content["prompt_digests"],
             "seed": content.get("seed"),
             "split_agreement": content.get("split_agreement"),
-            "validation": content.get("validation", []),
+            "split_agreement_random": content.get("split_agreement_random"),
+            "validation_sequences": content.get("validation_sequences"),
+            "validation_positions": content.get("validation_positions"),
+            "validation": [
+                {name: row[name] for name in ValidationRow.model_fields}
+                for row in content.get("validation", [])
+            ],
         },
     )
+
+
+def _check_bytes(folder: Path, content: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:
+    """Arrays whose digest `calibration.json` names must have it."""
+    for name, listed in content.get("arrays", {}).items():
+        found = sha256_bytes(arrays[name].tobytes()) if name in arrays else None
+        if found != listed["sha256"]:
+            problem = "is missing" if found is None else "was changed"
+            raise SourceError(
+                f"{folder / ARRAYS_FILE}: {name} {problem}",
+                hint=_AGAIN,
+                file=str(folder / ARRAYS_FILE),
+                array=name,
+                found=found,
+                expected=listed["sha256"],
+            )

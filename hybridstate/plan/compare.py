@@ -159,8 +159,8 @@ def verify_against(plan: Plan, checkpoint: Checkpoint) -> Order:
     part = next(n for n in Digests.model_fields if getattr(found, n) != getattr(nearest, n))
     mine, theirs = getattr(found, part), getattr(nearest, part)
     raise PlanMismatch(
-        f"the plan was made for {model.name}, not for {checkpoint.name}: {part} digest is "
-        f"{mine[:12]}, the plan expects {theirs[:12]}",
+        f"the plan was made for {model.name} with {part} digest {theirs[:12]}, {checkpoint.name} "
+        f"has {mine[:12]}",
         hint="give the checkpoint the plan was exported from or to, or export a new plan",
         model=checkpoint.name,
         digest=part,

@@ -1,5 +1,6 @@
 """A calibration folder with random risks, in the form `hybridstate calibrate` writes."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -24,6 +25,11 @@ def write_calibration(folder: Path, model: Path, *, k_hi: int = 2, seed: int = 0
     save_file(arrays, folder / "calibration.safetensors")
     digests = checkpoint.digests()
     content = {
+        "schema": "hybridstate.calibration/1",
+        "arrays": {
+            name: {"sha256": hashlib.sha256(array.tobytes()).hexdigest()}
+            for name, array in arrays.items()
+        },
         "model": {"name": checkpoint.name, "digests": digests},
         "protocol": {"profile": "quick", "horizon": 96},
         "fingerprint": "0" * 64,
@@ -33,6 +39,9 @@ def write_calibration(folder: Path, model: Path, *, k_hi: int = 2, seed: int = 0
         "selector": "damp",
         "key_order": "shared",
         "seed": seed,
+        "validation": [
+            {"format": "fp32", "bits_per_value": 32.0, "kl": 0.0, "top1": 1.0, "state_error": 0.0}
+        ],
     }
     (folder / "calibration.json").write_text(json.dumps(content))
     return folder

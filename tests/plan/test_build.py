@@ -99,7 +99,7 @@ def test_plan_of_a_copy_is_the_same_and_of_another_model_is_not(
     shutil.copytree(tiny_kda, copy)
     assert dasc_plan(copy).digest == dasc_plan(tiny_kda).digest
     other = write_checkpoint(tmp_path / "other", "kimi_linear", seed=5, tokenizer=True)
-    with pytest.raises(PlanMismatch, match=r"decay digest is \w+, the plan expects"):
+    with pytest.raises(PlanMismatch, match=r"with decay digest \w+, other has \w+"):
         verify_against(dasc_plan(tiny_kda), open_checkpoint(other))
 
 
@@ -160,9 +160,24 @@ def _drop_key(folder: Path) -> None:
     (folder / "calibration.json").write_text(json.dumps(content))
 
 
+def _newer(folder: Path) -> None:
+    content = json.loads((folder / "calibration.json").read_text())
+    content["schema"] = "hybridstate.calibration/2"
+    (folder / "calibration.json").write_text(json.dumps(content))
+
+
+def _tamper(folder: Path) -> None:
+    file = folder / "calibration.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+
+
 @pytest.mark.parametrize(
     ("damage", "mentions"),
     [
+        (_tamper, r"layers\.\d\.\w+ was changed"),
+        (_newer, r"calibration/2, this version reads"),
         (_remove("calibration.json"), r"calibration\.json"),
         (_remove("calibration.safetensors"), r"calibration\.safetensors"),
         (lambda f: (f / "calibration.json").write_text("{"), "not readable"),
@@ -175,7 +190,7 @@ def test_damaged_calibration_gets_one_clear_line(
 ) -> None:
     folder = write_calibration(tmp_path / "cal", tiny_kda)
     damage(folder)
-    with pytest.raises(SourceError, match=mentions) as caught:
+    with pytest.raises((SourceError, PlanMismatch), match=mentions) as caught:
         read_calibration(folder)
     assert "\n" not in caught.value.message
 
