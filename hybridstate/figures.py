@@ -312,6 +312,54 @@ def restore_figure(result: Mapping[str, Any], model: str, folder: Path) -> None:
     save_figure(figure, folder / "restore", header, rows)
 
 
+def precision_figure(result: Mapping[str, Any], model: str, folder: Path) -> None:
+    """KL of each storage format, and how its state error grows with the updates.
+
+    Args:
+        result: the document of `calibrate`.
+        model: its name, for the title.
+        folder: existing; gets precision.png and precision.csv.
+    """
+    formats = [row for row in result["validation"] if row["kl"] > 0]
+    steps = result["validation_steps"]
+    figure = new_figure(9.2, 3.0)
+    points, curves = figure.subplots(1, 2)
+    places = np.arange(len(formats))[::-1]
+    for place, row, colour in zip(places, formats, COLOURS, strict=False):
+        points.errorbar(
+            row["kl"], place, xerr=row["kl_error"] or 0.0, fmt="o", capsize=3, color=colour
+        )
+        curves.plot(
+            steps, row["state_error_steps"], "o-", markersize=3, color=colour, label=row["format"]
+        )
+    points.set_yticks(
+        places, [f"{row['format']} ({row['bits_per_value']:g} bits)" for row in formats], fontsize=8
+    )
+    points.set_xscale("log")
+    points.set_xlabel("KL to FP32 in nats per token, with standard error")
+    curves.set_xscale("log", base=2)
+    curves.set_yscale("log")
+    curves.set_xlabel("updates since the prompt")
+    curves.set_ylabel("relative error of the state")
+    curves.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
+    points.grid(axis="x", linewidth=0.4, alpha=0.6)
+    for axes in (points, curves):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(
+        f"{model}: live state stored in each format, requantised at every update",
+        fontsize=10,
+        x=0.01,
+        ha="left",
+    )
+    rows = [
+        (row["format"], _g(row["bits_per_value"]), _g(row["kl"]), step, _g(error))
+        for row in formats
+        for step, error in zip(steps, row["state_error_steps"], strict=True)
+    ]
+    header = ("format", "bits_per_value", "kl_nats_per_token", "updates", "state_error")
+    save_figure(figure, folder / "precision", header, rows)
+
+
 def _title(axes: "Axes", analysis: Analysis, text: str) -> None:
     axes.set_title(f"{analysis.source.name}: {text}", fontsize=10, loc="left")
     axes.spines[["top", "right"]].set_visible(False)

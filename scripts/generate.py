@@ -32,7 +32,13 @@ def recorded(pattern: str) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Result files, by name; a document with an envelope gives what is inside it as `result`."""
     for path in sorted(BENCHMARKS.glob(pattern)):
         document: dict[str, Any] = json.loads(path.read_text())
-        yield path, document
+        yield path, document if "result" in document else {"result": document}
+
+
+def model_name(path: Path, document: dict[str, Any]) -> str:
+    """The embedded name or the folder's name, never a path of the recording machine."""
+    named = document.get("model") or document["result"].get("model") or path.stem
+    return Path(named["name"] if isinstance(named, dict) else named).name
 
 
 def source_line(path: Path, document: dict[str, Any]) -> str:
@@ -85,7 +91,7 @@ def per_model(pattern: str, table: Callable[[dict[str, Any]], str]) -> str:
     for path, document in recorded(pattern):
         text = table(document["result"])
         if text:
-            parts.append(f"`{document.get('model') or path.stem}`\n\n{text}")
+            parts.append(f"`{model_name(path, document)}`\n\n{text}")
     return "\n\n".join(parts)
 
 
@@ -93,7 +99,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "analyze": analyze_block,
     "retained": retained_block,
     "restore": lambda: per_model("restore-*.json", tables.restore),
-    "precision": lambda: "",
+    "precision": lambda: per_model("calibrate-*.json", tables.precision),
     "update": lambda: "",
     "decode": lambda: per_model("decode-*.json", tables.decode),
 }
@@ -114,6 +120,7 @@ RESULTS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
     ("Restoring a cached prefix", "restore-*.json", tables.restore),
     ("DASC against random masks of the same size", "restore-*.json", tables.advantage),
     ("What the models need their state for", "restore-*.json", tables.interventions),
+    ("Precision of the live state", "calibrate-*.json", tables.precision),
     ("Time per output token", "decode-*.json", tables.decode),
 )
 
@@ -134,7 +141,7 @@ def results() -> str:
         if found:
             parts.append(f"## {title}\n")
         for path, document, text in found:
-            parts.append(f"### {document.get('model') or path.stem}\n")
+            parts.append(f"### {model_name(path, document)}\n")
             parts.append(f"{text}\n")
             parts.append(f"{source_line(path, document)}\n")
     return "\n".join(parts)
@@ -185,15 +192,23 @@ PAGES: dict[str, Callable[[], str]] = {
 
 
 def draw_figures() -> None:
-    """figures/MODEL/: what `analyze -o` draws, for the embedded models."""
+    """figures/MODEL/: what `analyze -o` draws, and the recorded results of the benches."""
     from hybridstate import analyze
-    from hybridstate.figures import analysis_figures
+    from hybridstate.figures import analysis_figures, precision_figure, restore_figure
 
     for name in filter(embedded, MODELS):
         folder = ROOT / "figures" / name
         folder.mkdir(parents=True, exist_ok=True)
         analysis_figures(analyze(name, w_max=FIGURE_W_MAX), folder)
         print(f"figures/{name}/")
+    for pattern, draw in (
+        ("restore-*.json", restore_figure),
+        ("calibrate-*.json", precision_figure),
+    ):
+        for path, document in recorded(pattern):
+            name = model_name(path, document)
+            draw(document["result"], name, ROOT / "figures" / name)
+            print(f"figures/{name}/ from {path.name}")
 
 
 def main() -> int:

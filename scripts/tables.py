@@ -157,6 +157,31 @@ def interventions(result: Result) -> str:
     return markdown(["taken away", *names, "prose bits/byte"], rows)
 
 
+# --- calibrate ------------------------------------------------------------------------------------
+
+
+def precision(result: Result) -> str:
+    """What each storage format of the live state does to the model's next tokens."""
+    rows = []
+    for row in result["validation"]:
+        spread = row["kl_error"]
+        kl = f"{row['kl']:.2e}" + (f" ± {spread:.0e}" if spread is not None else "")
+        rows.append(
+            [
+                row["format"],
+                f"{row['bits_per_value']:g}",
+                "0" if row["kl"] == 0 else kl,
+                percent(row["top1"], 2),
+                small(row["state_error"]),
+                f"{row['perplexity_ratio']:.4f}x",
+            ]
+        )
+    columns = ["format", "bits/value", "KL, nats/token", "same top-1", "state error", "perplexity"]
+    sequences, updates = result["validation_sequences"], result["validation_positions"]
+    table = markdown(columns, rows)
+    return f"{table}\n\n{sequences} sequences of {updates} updates; ± is the standard error."
+
+
 # --- bench decode ---------------------------------------------------------------------------------
 
 

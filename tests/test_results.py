@@ -6,7 +6,7 @@ from typing import Any
 
 import tables
 
-from hybridstate.figures import restore_figure
+from hybridstate.figures import precision_figure, restore_figure
 
 
 def arm(name: str, policy: str, w_max: int | None, accuracy: float, kl: float) -> dict[str, Any]:
@@ -107,3 +107,48 @@ def test_decode_table_compares_with_fp32_at_the_same_batch() -> None:
     _, _, fp32, damp = cells(tables.decode(result))
     assert fp32[4] == "1.00x"
     assert damp == ["batch 8, damp", "gluon, graph", "1,628,160", "2 ms", "1.50x", "1,234.5"]
+
+
+CALIBRATION: dict[str, Any] = {
+    "validation_sequences": 3,
+    "validation_positions": 191,
+    "validation_steps": [1, 2, 4],
+    "validation": [
+        {
+            "format": name,
+            "bits_per_value": bits,
+            "kl": kl,
+            "kl_error": error,
+            "top1": 1 - kl,
+            "state_error": 10 * kl,
+            "state_error_steps": [kl, 2 * kl, 10 * kl],
+            "perplexity_ratio": 1 + kl,
+        }
+        for name, bits, kl, error in (
+            ("fp32", 32, 0.0, 0.0),
+            ("int8-step", 9, 0.009, 0.0002),
+            ("damp", 9.875, 0.0065, None),
+        )
+    ],
+}
+
+
+def test_precision_table() -> None:
+    text = tables.precision(CALIBRATION)
+    _, _, fp32, int8, damp = cells(text.split("\n\n")[0])
+    assert fp32 == ["fp32", "32", "0", "100.00 %", "0.0000", "1.0000x"]
+    assert int8 == ["int8-step", "9", "9.00e-03 ± 2e-04", "99.10 %", "0.0900", "1.0090x"]
+    assert damp[:3] == ["damp", "9.875", "6.50e-03"]
+    assert "3 sequences of 191 updates" in text
+
+
+def test_precision_figure_keeps_the_numbers_behind_it(tmp_path: Path) -> None:
+    precision_figure(CALIBRATION, "tiny", tmp_path)
+    with (tmp_path / "precision.csv").open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert [(r["format"], r["updates"]) for r in rows][:3] == [
+        ("int8-step", "1"),
+        ("int8-step", "2"),
+        ("int8-step", "4"),
+    ]
+    assert (tmp_path / "precision.png").stat().st_size > 10_000
