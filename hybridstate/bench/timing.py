@@ -90,6 +90,7 @@ def measure_launches(
     launches: Sequence[Callable[[], Any]],
     *,
     device: torch.device | str = "cpu",
+    graph: bool = True,
     warmup: int = 3,
     repeat: int = 30,
     clock: Clock = time.perf_counter,
@@ -97,27 +98,28 @@ def measure_launches(
     """Seconds of one launch, averaged inside each round over all of `launches`.
 
     On a GPU the round is captured in a CUDA graph and timed with device events; each launch should work on its own
-    pool (`rotation` says how many). On a CPU the clock surrounds the round.
+    pool (`rotation` says how many). On a CPU, or with `graph` off for launches that synchronise, the clock
+    surrounds the round.
 
-    Args: as `measure`; `launches` allocate nothing and synchronise nothing.
+    Args: as `measure`.
     """
 
     def round_() -> None:
         for launch in launches:
             launch()
 
-    if torch.device(device).type != "cuda":
+    if torch.device(device).type != "cuda" or not graph:
         samples = measure(round_, device=device, warmup=warmup, repeat=repeat, clock=clock)
         return Samples([x / len(launches) for x in samples.seconds])
-    graph = capture(round_)
+    captured = capture(round_)
     for _ in range(warmup):
-        graph.replay()
+        captured.replay()
     seconds = []
     for _ in range(repeat):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         start.record()
-        graph.replay()
+        captured.replay()
         end.record()
         torch.cuda.synchronize()
         seconds.append(start.elapsed_time(end) * 1e-3 / len(launches))
@@ -138,7 +140,9 @@ def capture(call: Callable[[], Any]) -> "torch.cuda.CUDAGraph":
     return graph
 
 
-def rotation(pool_bytes: int, device: torch.device | str, *, least: int = 2, most: int = 64) -> int:
+def rotation(
+    pool_bytes: int, device: torch.device | str, *, least: int = 2, most: int = 4096
+) -> int:
     """Pools of `pool_bytes` to rotate over: above four times the L2 cache on a GPU, one elsewhere."""
     if torch.device(device).type != "cuda":
         return 1

@@ -163,13 +163,13 @@ def _step(
     if name == "auto":
         name = _choose(_canonical(v.device), layout).name
     rows = [_inner_contiguous(x) for x in (q, k, v)]
-    _runner(name, layout)(
+    runner(name, layout)(
         *rows, g.contiguous(), beta.contiguous(), pool, slots, out, value_scale, layout
     )
     return out
 
 
-def _runner(name: Name, layout: Layout) -> Callable[..., None]:
+def runner(name: Name, layout: Layout) -> Callable[..., None]:
     """The function behind a name; imports Triton only when asked for."""
     if name == "reference":
         return _reference_step
@@ -275,6 +275,7 @@ def check_step(
     key_heads: int,
     heads: int = 2,
     batch: int = 3,
+    scaled: bool = True,
     seed: int = 20,
     step: Callable[..., None] | None = None,
 ) -> StepCheck:
@@ -284,6 +285,7 @@ def check_step(
         name, device, layout: what to test and where.
         per_channel: KDA rather than GDN.
         key_heads, heads, batch: shape of the step.
+        scaled: with a value scale.
         seed: of the inputs.
         step: function to test instead of the named one, with the same arguments.
     """
@@ -296,14 +298,15 @@ def check_step(
     q, k = (draw(batch, key_heads, key_dim).bfloat16() for _ in range(2))
     v = draw(batch, heads, value_dim).bfloat16()
     g = -draw(*((batch, heads, key_dim) if per_channel else (batch, heads))).abs() * 0.2
-    beta, scale = draw(batch, heads).sigmoid(), draw(heads, value_dim).exp()
+    beta = draw(batch, heads).sigmoid()
+    scale = draw(heads, value_dim).exp() if scaled else torch.ones(heads, value_dim)
     pool = layout.pack(draw(batch + 1, heads, key_dim, value_dim))
     slots = torch.randperm(batch + 1, generator=generator)[:batch]
     if batch > 1:
         slots[1] = -1
     on_device = [x.to(device) for x in (q, k, v, g, beta, pool.clone(), slots)]
     out = torch.full_like(on_device[2], float("nan"))
-    (step or _runner(name, layout))(*on_device, out, scale.to(device), layout)
+    (step or runner(name, layout))(*on_device, out, scale.to(device) if scaled else None, layout)
     return _compare((q, k, v, g, beta), slots, scale, pool, on_device[5].cpu(), out.cpu(), layout)
 
 

@@ -74,4 +74,4 @@ def test_pools_exceed_the_cache_four_times() -> None:
     cache = device_record("cuda")["l2_bytes"]
     assert rotation(cache, "cuda") == 4
     assert rotation(100 * cache, "cuda") == 2
-    assert rotation(1, "cuda") == 64
+    assert rotation(1, "cuda") == 4096

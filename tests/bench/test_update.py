@@ -1,0 +1,107 @@
+"""`bench update`: what it refuses, what it counts, what it reports."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hybridstate.bench import update as bench
+from hybridstate.bench.timing import Samples
+from hybridstate.bench.update import UpdateDims, UpdateReport, run_update
+from hybridstate.errors import MissingRequirement, NumericError, UsageError
+
+SMALL = UpdateDims("small", "gdn", 1, 3, 16, 24, k_hi=8)
+CHANNELS = UpdateDims("channels", "kda", 2, 2, 8, 40, k_hi=0)
+
+
+@pytest.fixture(scope="module")
+def report() -> UpdateReport:
+    return run_update(dims=(SMALL, CHANNELS), batches=(1, 2), samples=3, warmup=1)
+
+
+def test_every_format_runs_on_a_cpu_and_says_it_is_the_reference(report: UpdateReport) -> None:
+    assert [(r.dims.name, r.batch, r.state) for r in report.rows] == [
+        (dims, batch, state)
+        for dims in ("small", "channels")
+        for state in ("fp32", "bf16", "fp16", "damp")
+        for batch in (1, 2)
+    ]
+    assert {r.backend for r in report.rows} == {"reference"}
+    assert report.device["device"] == "cpu"
+    assert "says nothing about the kernels" in report.protocol["backend_note"]
+    assert report.protocol["inputs"].startswith("synthetic")
+
+
+def test_bytes_are_the_states_read_and_written_once(report: UpdateReport) -> None:
+    rows = {(r.dims.name, r.batch, r.state): r for r in report.rows}
+    assert rows["small", 2, "fp32"].state_bytes == 2 * 2 * 3 * 16 * 24 * 4
+    assert rows["small", 2, "bf16"].state_bytes == 2 * 2 * 3 * 16 * 24 * 2
+    packed = 8 * 24 * 2 + 8 * 24 + 8 * 4
+    assert rows["small", 1, "damp"].state_bytes == 2 * 3 * packed
+    assert rows["small", 1, "damp"].bits_per_value == 8 * packed / (16 * 24)
+    # q, k [1, 16], v, o [3, 24] in float32, g and beta [3], one slot number
+    assert rows["small", 1, "fp32"].io_bytes == 4 * (2 * 16 + 2 * 72 + 6) + 8
+
+
+def test_every_sample_is_kept_and_rates_follow_from_the_median(report: UpdateReport) -> None:
+    document = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    row = document["rows"][0]
+    assert len(row["step_s"]["samples"]) == len(row["pass_s"]["samples"]) == 3
+    moved = row["state_bytes"] + row["io_bytes"]
+    assert row["gb_per_s"] == pytest.approx(moved / row["step_s"]["median"] / 1e9)
+    assert set(row["check"]) == {"output_error", "state_error", "storage_error"}
+
+
+def test_speed_ups_compare_equal_sizes_only(report: UpdateReport) -> None:
+    fast = replace(report.rows[0], step=Samples([2.0]))
+    packed = replace(report.rows[0], state="damp", step=Samples([0.5]))
+    other = replace(packed, batch=7)
+    found = UpdateReport({}, {}, (fast, packed, other)).speedups()
+    assert found == [{"dims": "small", "batch": 1, "state": "damp", "fp32_over_this": 4.0}]
+
+
+def test_a_wrong_step_ends_the_bench_before_anything_is_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def wrong(q, k, v, g, beta, pool, slots, out, scale, layout):  # type: ignore[no-untyped-def]
+        out.zero_()
+
+    timed: list[object] = []
+    monkeypatch.setattr(bench.Configuration, "step", lambda self: wrong)
+    monkeypatch.setattr(bench, "measure_launches", lambda *a, **k: timed.append(a))
+    with pytest.raises(NumericError, match=r"small, fp32, reference.* nothing is reported"):
+        run_update(dims=(SMALL,), batches=(1,), samples=1)
+    assert not timed
+
+
+def test_bad_requests_are_refused() -> None:
+    with pytest.raises(UsageError, match="unknown state format 'int4'"):
+        run_update(dims=(SMALL,), formats=("fp32", "int4"))
+    with pytest.raises(UsageError, match="must be positive"):
+        run_update(dims=(SMALL,), batches=(0,))
+    if not torch.cuda.is_available():
+        with pytest.raises(MissingRequirement, match="no CUDA device"):
+            run_update(dims=(SMALL,), device="cuda")
+
+
+def test_progress_counts_every_row() -> None:
+    seen: list[tuple[str, int, int]] = []
+    run_update(
+        dims=(SMALL,),
+        batches=(1,),
+        formats=("fp32", "damp"),
+        samples=1,
+        progress=lambda *args: seen.append(args),
+    )
+    assert seen == [("updates", 1, 2), ("updates", 2, 2)]
+
+
+@pytest.mark.gpu
+def test_a_gpu_tunes_dense_formats_and_runs_the_packed_kernel() -> None:
+    dims = UpdateDims("gdn", "gdn", 2, 4, 128, 128)
+    found = run_update(dims=(dims,), batches=(4,), device="cuda", samples=5)
+    rows = {row.state: row for row in found.rows}
+    assert rows["damp"].backend in ("gluon", "triton")
+    assert len(rows["fp32"].tried) == 7
+    assert rows["fp32"].pools * 4 * 4 * 128 * 128 * 4 >= 4 * found.device["l2_bytes"]
