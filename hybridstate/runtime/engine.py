@@ -1,0 +1,408 @@
+"""Batched decoding of a transformers model whose recurrent states live in our pool.
+
+The model keeps its own code: only the function that advances one token is replaced (`trajectories.swap`), and the cache
+layer of every linear block holds a handle instead of a tensor. Between two steps nothing but the pool stores the
+temporal states, packed or dense, and `DecodeRun.check_bytes` proves it.
+
+A plan made from this checkpoint reorders key channels (and value columns): q, k and, for KDA, the decays are gathered
+in torch before the update. A checkpoint exported by `export-plan` carries the order in its weights and needs no gather.
+
+On a GPU the step is captured in a CUDA graph over a static KV cache when that works; `DecodeRun.mode` says what runs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from hybridstate.errors import NumericError, PlanMismatch, UsageError
+from hybridstate.families import LinearLayer
+from hybridstate.kernels import update
+from hybridstate.kernels.layout import DenseOrder, PackedLayout
+from hybridstate.plan.compare import verify_against
+from hybridstate.plan.store import Order, Plan
+from hybridstate.runtime.pool import StatePool
+from hybridstate.runtime.restore import Prefix, resume
+from hybridstate.trajectories.cache import forward, linear_layers
+from hybridstate.trajectories.model import LoadedModel, swap
+
+GRAPH_WARMUP = 3
+
+
+@dataclass(frozen=True, slots=True)
+class StoredOrder:
+    """How one layer's operands are rearranged before the update; None where nothing moves.
+
+    Attributes:
+        shared_key: `[Hk, K]`, for operands with one row per key head.
+        key: `[H, K]`, for operands and states with one row per value head.
+        value: `[H, V]`.
+        scale: FP32 `[H, V]` in stored order.
+    """
+
+    shared_key: torch.Tensor | None = None
+    key: torch.Tensor | None = None
+    value: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+
+    def queries(self, x: torch.Tensor, heads: int) -> torch.Tensor:
+        """q or k `[B, Hk, K]` in stored order, expanded to `heads` where value heads differ."""
+        if self.shared_key is not None:
+            return _take(x, self.shared_key)
+        if self.key is not None:
+            return _take(x.repeat_interleave(heads // x.shape[1], 1), self.key)
+        return x
+
+    def decay(self, g: torch.Tensor) -> torch.Tensor:
+        """Log decay `[B, H]` as it is, `[B, H, K]` in stored order."""
+        return g if g.dim() == 2 or self.key is None else _take(g, self.key)
+
+    def values(self, v: torch.Tensor) -> torch.Tensor:
+        """v `[B, H, V]` in stored order."""
+        return v if self.value is None else _take(v, self.value)
+
+    def outputs(self, o: torch.Tensor) -> torch.Tensor:
+        """o `[B, H, V]` back in model order."""
+        return o if self.value is None else _take(o, self.value.argsort(-1))
+
+    def states(self, state: torch.Tensor) -> torch.Tensor:
+        """State `[B, H, K, V]` from model order to stored order; scaling is the packer's."""
+        if self.key is not None:
+            state = state.gather(2, self.key[None, :, :, None].expand_as(state))
+        if self.value is not None:
+            state = state.gather(3, self.value[None, :, None, :].expand_as(state))
+        return state if self.scale is None else state / self.scale[None, :, None, :]
+
+
+def _dense_order(loaded: LoadedModel) -> DenseOrder:
+    """The fastest order of a dense state on a GPU, the readable one elsewhere."""
+    tiled = all(layer.value_dim % 8 == 0 for layer in loaded.spec.layers)
+    return "tiles" if loaded.device.type == "cuda" and tiled else "rows"
+
+
+def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return x.gather(-1, index.expand_as(x))
+
+
+def stored_orders(
+    plan: Plan | None, loaded: LoadedModel
+) -> tuple[tuple[StoredOrder, ...], int | None]:
+    """Per linear layer the rearrangement that `plan` asks for, and its `k_hi`.
+
+    Without a plan nothing moves and the first channels are the protected ones.
+
+    Raises:
+        PlanMismatch: the plan is for another checkpoint, or has no packed state.
+    """
+    if plan is None:
+        return tuple(StoredOrder() for _ in loaded.spec.layers), None
+    precision = plan.document.precision
+    if precision is None:
+        raise PlanMismatch(
+            "the plan has no packed state (it was exported without a calibration)",
+            hint="run `hybridstate calibrate`, then `export-plan --calibration`",
+        )
+    order = verify_against(plan, loaded.checkpoint)
+    return tuple(
+        _stored_order(plan, layer, order, loaded.device) for layer in loaded.spec.layers
+    ), precision.k_hi
+
+
+def _stored_order(
+    plan: Plan, layer: LinearLayer, order: Order, device: torch.device
+) -> StoredOrder:
+    keys = plan.key_order(layer.index, order)
+    key = shared = value = scale = None
+    if keys is not None and not bool((keys == np.arange(layer.key_dim)).all()):
+        key = torch.from_numpy(keys.astype(np.int64)).to(device)
+        bundled = key.unflatten(0, (layer.key_heads, layer.bundle))
+        if bool((bundled == bundled[:, :1]).all()):
+            shared = bundled[:, 0].contiguous()
+    values = plan.array(layer.index, "value_order")
+    if values is not None and not bool((values == np.arange(layer.value_dim)).all()):
+        if order == "exported":
+            raise PlanMismatch("this engine does not run exported value orders")
+        value = torch.from_numpy(values.astype(np.int64)).to(device)
+    scales = plan.array(layer.index, "value_scale")
+    if scales is not None:
+        scale = torch.from_numpy(scales.astype(np.float32)).to(device)
+        scale = scale if value is None else scale.gather(-1, value)
+    return StoredOrder(shared, key, value, scale)
+
+
+class StateHandle:
+    """Stands where transformers expects a state tensor: names the slots, holds no numbers."""
+
+    __slots__ = ("ordinal", "slots")
+
+    def __init__(self, ordinal: int, slots: torch.Tensor) -> None:
+        self.ordinal = ordinal
+        self.slots = slots
+
+    def to(self, *_args: Any, **_kwargs: Any) -> "StateHandle":
+        """KDA models cast the state they get back; there is nothing to cast."""
+        return self
+
+
+class DecodeEngine:
+    """A loaded model with a pool of `slots` states.
+
+    Args:
+        loaded: the model; its prefill stays as it is.
+        state: `fp32`, `bf16`, `fp16` or `damp`.
+        slots: sequences that fit.
+        plan: key order and `k_hi` of the packed state; only with `damp`.
+        backend: forced kernel backend, `auto` chooses by device and layout.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        state: str,
+        slots: int,
+        plan: Plan | None = None,
+        k_hi: int | None = None,
+        backend: update.Name | Literal["auto"] = "auto",
+    ) -> None:
+        if plan is not None and state != "damp":
+            raise UsageError(f"a plan orders the packed state; {state} is stored densely")
+        self.loaded = loaded
+        self.state = state
+        self.orders, planned = stored_orders(plan, loaded)
+        self.pool = StatePool(
+            loaded.spec,
+            slots,
+            state=state,
+            k_hi=planned if planned is not None else k_hi,
+            dense_order=_dense_order(loaded),
+            conv_dtype=loaded.dtype,
+            device=loaded.device,
+        )
+
+        self.backend: update.Name = backend if backend != "auto" else self._choose()
+        """What advances the state here: `gluon`, `triton` or `reference`."""
+
+    def _choose(self) -> update.Name:
+        """Test the kernels for every layout of the model before anything is captured."""
+        found = {update.backend(self.loaded.device, layout) for layout in self.pool.layouts}
+        return "reference" if "reference" in found else sorted(found)[-1]
+
+    def start(self, prefix: Prefix, *, room: int) -> "DecodeRun":
+        """Move a prefilled batch into the pool; `room` tokens can follow.
+
+        Raises:
+            UsageError: no contiguous run of free slots for the batch.
+        """
+        slots = self.pool.alloc(prefix.batch)
+        if slots is None or int(slots[-1] - slots[0]) != prefix.batch - 1:
+            raise UsageError(
+                f"{prefix.batch} sequences do not fit into {self.pool.available} free slots"
+            )
+        states = [
+            order.states(state) for order, state in zip(self.orders, prefix.states, strict=True)
+        ]
+        self.pool.write(slots, states, prefix.conv)
+        return DecodeRun(self, prefix, slots, room)
+
+    def advance(
+        self,
+        ordinal: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        initial_state: Any,
+    ) -> tuple[torch.Tensor, Any]:
+        """One token of one layer, in place in the pool; the decode function of `swap`."""
+        handle = initial_state
+        if not isinstance(handle, StateHandle) or handle.ordinal != ordinal:
+            raise NumericError(f"linear layer {ordinal} was given a state that is not its own")
+        order, heads, pool = self.orders[ordinal], v.shape[1], self.pool.states[ordinal]
+        operands = (
+            order.queries(q, heads),
+            order.queries(k, heads),
+            order.values(v),
+            order.decay(g).float(),
+            beta.float(),
+        )
+        layout = self.pool.layouts[ordinal]
+        if isinstance(layout, PackedLayout):
+            o = update.packed_step(
+                *operands,
+                pool,
+                handle.slots,
+                layout=layout,
+                value_scale=order.scale,
+                backend=self.backend,
+            )
+        else:
+            o = update.dense_step(
+                *operands, pool, handle.slots, layout=layout, backend=self.backend
+            )
+        return order.outputs(o), handle
+
+
+class DecodeRun:
+    """One batch being decoded, one token per call of `step`."""
+
+    def __init__(
+        self, engine: DecodeEngine, prefix: Prefix, slots: torch.Tensor, room: int
+    ) -> None:
+        self.engine = engine
+        self.slots = slots
+        self.length = prefix.length
+        self.room = room
+        self.mode = "eager"
+        loaded = engine.loaded
+        static = loaded.device.type == "cuda"
+        self._past = _static_cache(loaded, prefix, room) if static else _dynamic(loaded, prefix)
+        first = int(slots[0])
+        for layer in loaded.spec.layers:
+            window = engine.pool.conv[layer.ordinal][first : first + prefix.batch]
+            handle = StateHandle(layer.ordinal, slots)
+            self._past.layers[layer.index] = _pooled_layer_class()(handle, window)
+        self._graph: Callable[[], None] | None = None
+        self._tokens = torch.zeros(prefix.batch, 1, dtype=torch.int64, device=loaded.device)
+        self._logits: torch.Tensor | None = None
+        self.check_bytes()
+
+    @torch.no_grad()
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Advance every sequence by `tokens [B]`; returns logits `[B, vocabulary]`.
+
+        A captured step returns the same tensor every time: read it before the next step.
+        """
+        if self.room < 1:
+            raise UsageError(f"the cache was made for {self.length} tokens, no room for more")
+        self.room -= 1
+        self.length += 1
+        self._tokens.copy_(tokens.view(-1, 1))
+        if self._graph is not None and self._logits is not None:
+            self._graph()
+            return self._logits
+        return self._forward()
+
+    def _forward(self) -> torch.Tensor:
+        with swap(self.engine.loaded, decode=self.engine.advance):
+            return forward(self.engine.loaded, self._tokens, self._past)[:, -1]
+
+    @torch.no_grad()
+    def capture(self) -> str | None:
+        """Capture the step in a CUDA graph; returns why not, or None when it worked.
+
+        The warm-up steps are undone: pool slots and positions are put back.
+        """
+        if self.engine.loaded.device.type != "cuda":
+            return "no GPU"
+        saved = self._saved()
+        try:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(GRAPH_WARMUP):
+                    self._forward()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                logits = self._forward()
+        except (RuntimeError, TypeError, ValueError) as error:
+            self._put_back(saved)
+            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        self._put_back(saved)
+        self._graph, self._logits, self.mode = graph.replay, logits, "cuda-graph"
+        return None
+
+    def drop_graph(self) -> None:
+        """Go back to eager steps."""
+        self._graph, self._logits, self.mode = None, None, "eager"
+
+    def _saved(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Copies of everything a step changes, apart from KV past the present position."""
+        pool = self.engine.pool
+        first, last = int(self.slots[0]), int(self.slots[-1]) + 1
+        kept = [tensor[first:last] for tensor in (*pool.states, *pool.conv)]
+        for layer in self._past.layers:
+            kept += [
+                value
+                for value in vars(layer).values()
+                if isinstance(value, torch.Tensor) and value.dim() == 0
+            ]
+        return [(tensor, tensor.clone()) for tensor in kept]
+
+    def _put_back(self, saved: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for tensor, copy in saved:
+            tensor.copy_(copy)
+
+    def check_bytes(self) -> int:
+        """Bytes of state per sequence; refuses if anything but the pool holds a temporal state.
+
+        Raises:
+            NumericError: the cache holds a state tensor.
+        """
+        for ordinal, layer in enumerate(linear_layers(self._past)):
+            held = layer.recurrent_states[0]
+            if not isinstance(held, StateHandle):
+                raise NumericError(
+                    f"linear layer {ordinal} keeps a {type(held).__name__} beside the pool"
+                )
+            pooled = self.engine.pool.conv[ordinal]
+            if (
+                layer.conv_states[0].untyped_storage().data_ptr()
+                != pooled.untyped_storage().data_ptr()
+            ):
+                raise NumericError(f"linear layer {ordinal} keeps a convolution window of its own")
+        return self.engine.pool.slot_bytes
+
+    def close(self) -> None:
+        """Give the slots back, poisoned."""
+        self._graph = self._logits = None
+        self.engine.pool.free(self.slots)
+
+
+def _dynamic(loaded: LoadedModel, prefix: Prefix) -> Any:
+    return resume(loaded, prefix.kv, (), ())
+
+
+def _static_cache(loaded: LoadedModel, prefix: Prefix, room: int) -> Any:
+    """A fixed-size KV cache holding the prefix, so that a captured step finds the same addresses."""
+    transformers: Any = import_module("transformers")
+    config = loaded.model.config.get_text_config(decoder=True)
+    # graph warm-up writes past the present position before it is undone
+    length = prefix.length + max(room, GRAPH_WARMUP + 1)
+    past = transformers.StaticCache(config=config, max_cache_len=length)
+    for block, (keys, values) in prefix.kv.items():
+        past.layers[block].update(keys, values)
+    return past
+
+
+@cache
+def _pooled_layer_class() -> Any:
+    """The cache layer of a linear block: a handle and a view of the pool's window."""
+    cache_utils: Any = import_module("transformers.cache_utils")
+
+    class PooledLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
+        def __init__(self, handle: StateHandle, window: torch.Tensor) -> None:
+            super().__init__()
+            self.recurrent_states[0] = handle
+            self.conv_states[0] = window
+            self.conv_kernel_size[0] = window.shape[-1] + 1
+            self.is_conv_states_initialized[0] = True
+            self.is_recurrent_states_initialized[0] = True
+            self.has_previous_state[0] = True
+            self.dtype, self.device = window.dtype, window.device
+
+        def update_recurrent_state(self, recurrent_states: Any, *args: Any, **kwargs: Any) -> Any:
+            if recurrent_states is not self.recurrent_states[0]:
+                raise NumericError("the model wrote a state tensor where the pool's handle belongs")
+            return recurrent_states
+
+        def update_conv_state(self, *args: Any, **kwargs: Any) -> Any:
+            raise NumericError("packed states advance one token at a time")
+
+    return PooledLayer

@@ -1,0 +1,230 @@
+"""Slots of recurrent and convolution state, one tensor per linear layer.
+
+A slot holds everything a request carries between two steps outside the attention KV: the temporal state of every
+linear layer, dense (`fp32`, `bf16`, `fp16`: `[P, H, K, V]`) or packed (`damp`: uint8 `[P, H, head_bytes]`), each in the
+physical order of `kernels.layout`, and the convolution window `[P, C, W - 1]`, oldest token first, channels
+ordered `[q | k | v]`.
+
+Free slots are poisoned: NaN in float tensors, bytes 0xFF (a NaN in FP16 rows and FP32 scales) in packed ones. A slot
+that was not completely written therefore shows as NaN downstream instead of as somebody else's state.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Final, Literal, get_args
+
+import torch
+
+from hybridstate.defaults import GROUP
+from hybridstate.errors import NumericError, UsageError
+from hybridstate.families import LinearLayer, ModelSpec
+from hybridstate.kernels.layout import DenseLayout, DenseOrder, PackedLayout
+
+StateFormat = Literal["fp32", "bf16", "fp16", "damp"]
+STATE_FORMATS: Final[tuple[str, ...]] = get_args(StateFormat)
+
+POISON_BYTE: Final = 0xFF
+_DENSE: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def default_k_hi(layer: LinearLayer) -> int:
+    """Protected key channels when nobody says otherwise: 16 for every 128, at most `K` (DAMP 6.1)."""
+    return min(layer.key_dim, 16 * max(1, round(layer.key_dim / 128)))
+
+
+class StatePool:
+    """`slots` slots for the linear layers of `spec`, all free and poisoned at first.
+
+    Args:
+        spec: geometry of the model.
+        slots: number of slots `P`, at least 1.
+        state: storage of the temporal state.
+        k_hi: protected channels per head under `damp`; the default follows `default_k_hi`.
+        dense_order: physical order of a dense state.
+        conv_dtype: storage of the convolution window.
+        device: where the tensors live.
+
+    Raises:
+        UsageError: unknown format, no slots, or `k_hi` that does not fit the key dimension.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        slots: int,
+        *,
+        state: str = "fp32",
+        k_hi: int | None = None,
+        dense_order: DenseOrder = "rows",
+        conv_dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if state not in STATE_FORMATS:
+            raise UsageError(
+                f"unknown state format {state!r}", hint=f"choose from {', '.join(STATE_FORMATS)}"
+            )
+        if slots < 1:
+            raise UsageError(f"a pool needs at least one slot, got {slots}")
+        self.spec = spec
+        self.slots = slots
+        self.state = state
+        self.conv_dtype = conv_dtype
+        self.device = torch.device(device)
+        self.layouts: tuple[PackedLayout | DenseLayout, ...] = tuple(
+            _packed_layout(layer, k_hi)
+            if state == "damp"
+            else DenseLayout(layer.key_dim, layer.value_dim, _DENSE[state], dense_order)
+            for layer in spec.layers
+        )
+        self.states = tuple(
+            self._temporal(layer, layout)
+            for layer, layout in zip(spec.layers, self.layouts, strict=True)
+        )
+        self.conv = tuple(
+            torch.empty(
+                (slots, layer.conv_channels, layer.conv_width - 1),
+                dtype=conv_dtype,
+                device=self.device,
+            )
+            for layer in spec.layers
+        )
+        self._free = list(range(slots))
+        self.poison(range(slots))
+        held = sum(t.numel() * t.element_size() for t in (*self.states, *self.conv))
+        assert held == self.nbytes, f"the pool holds {held} bytes, accounted {self.nbytes}"
+
+    def _temporal(self, layer: LinearLayer, layout: PackedLayout | DenseLayout) -> torch.Tensor:
+        shape: tuple[int, ...] = (self.slots, layer.value_heads)
+        if isinstance(layout, PackedLayout):
+            shape, dtype = (*shape, layout.head_bytes), torch.uint8
+        else:
+            shape, dtype = (*shape, layer.key_dim, layer.value_dim), layout.dtype
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    # -- bytes ---------------------------------------------------------------------------------
+
+    @property
+    def temporal_bytes(self) -> int:
+        """Bytes of temporal state in one slot, from the geometry alone."""
+        return sum(
+            layer.value_heads * layout.head_bytes
+            for layer, layout in zip(self.spec.layers, self.layouts, strict=True)
+        )
+
+    @property
+    def conv_bytes(self) -> int:
+        """Bytes of convolution window in one slot."""
+        itemsize = self.conv_dtype.itemsize
+        return sum(n.conv_channels * (n.conv_width - 1) * itemsize for n in self.spec.layers)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot."""
+        return self.temporal_bytes + self.conv_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pool, from the geometry; equal to what its tensors hold."""
+        return self.slots * self.slot_bytes
+
+    # -- slots ---------------------------------------------------------------------------------
+
+    @property
+    def available(self) -> int:
+        """Free slots."""
+        return len(self._free)
+
+    def alloc(self, count: int) -> torch.Tensor | None:
+        """`count` free slots as int64 `[count]`, ascending and contiguous where such a run exists.
+
+        Returns None when fewer are free: a full pool is an answer, not a failure.
+        """
+        if count > len(self._free):
+            return None
+        start = next(
+            (
+                i
+                for i in range(len(self._free) - count + 1)
+                if count == 0 or self._free[i + count - 1] - self._free[i] == count - 1
+            ),
+            0,
+        )
+        taken = self._free[start : start + count]
+        del self._free[start : start + count]
+        return torch.tensor(taken, dtype=torch.int64, device=self.device)
+
+    def free(self, slots: torch.Tensor) -> None:
+        """Poison the slots and take them back."""
+        numbers = [int(s) for s in slots.tolist()]
+        again = set(numbers) & set(self._free)
+        if again or len(set(numbers)) != len(numbers):
+            raise UsageError(f"slots freed twice: {sorted(again) or numbers}")
+        self.poison(numbers)
+        self._free = sorted([*self._free, *numbers])
+
+    def poison(self, slots: Iterable[int]) -> None:
+        """Overwrite slots with NaN, or with 0xFF bytes where the state is packed."""
+        rows = torch.tensor(list(slots), dtype=torch.int64, device=self.device)
+        for tensor in self.states:
+            tensor[rows] = POISON_BYTE if tensor.dtype == torch.uint8 else float("nan")
+        for tensor in self.conv:
+            tensor[rows] = float("nan")
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy whole slots, bit for bit."""
+        for tensor in (*self.states, *self.conv):
+            tensor[target] = tensor[source]
+
+    # -- contents ------------------------------------------------------------------------------
+
+    def write(
+        self, slots: torch.Tensor, states: Sequence[torch.Tensor], conv: Sequence[torch.Tensor]
+    ) -> None:
+        """Store states `[B, H, K, V]` (rows in stored order) and windows `[B, C, W - 1]` per layer."""
+        for ordinal, (state, window) in enumerate(zip(states, conv, strict=True)):
+            self.states[ordinal][slots] = self.layouts[ordinal].pack(state.float())
+            self.conv[ordinal][slots] = window.to(self.conv_dtype)
+
+    def read(self, slots: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """States as FP32 `[B, H, K, V]` and windows `[B, C, W - 1]` of the slots, as new tensors."""
+        states = [
+            layout.unpack(tensor[slots])
+            for layout, tensor in zip(self.layouts, self.states, strict=True)
+        ]
+        return states, [tensor[slots] for tensor in self.conv]
+
+    def require_finite(self, slots: torch.Tensor) -> None:
+        """Refuse slots that hold NaN or infinity: a unit was missed, or the model produced it.
+
+        Raises:
+            NumericError: names the block, the slot and the head or convolution channel.
+        """
+        for ordinal, layer in enumerate(self.spec.layers):
+            state = self.layouts[ordinal].unpack(self.states[ordinal][slots])
+            for what, value in (("state", state), ("conv", self.conv[ordinal][slots])):
+                # a finite sum proves finite terms, and needs no mask of the size of the state
+                if bool(torch.isfinite(value.sum(dtype=torch.float32))):
+                    continue
+                bad = (~torch.isfinite(value)).nonzero()
+                if len(bad) == 0:
+                    continue
+                row, unit, *rest = bad[0].tolist()
+                raise NumericError(
+                    f"block {layer.index}: non-finite {what} in slot {int(slots[row])}, "
+                    f"{'head' if what == 'state' else 'channel'} {unit}, position {rest}",
+                    hint="the slot was not completely written, or the model itself overflowed",
+                    layer=layer.index,
+                    slot=int(slots[row]),
+                    index=[unit, *rest],
+                    count=len(bad),
+                )
+
+
+def _packed_layout(layer: LinearLayer, k_hi: int | None) -> PackedLayout:
+    protected = default_k_hi(layer) if k_hi is None else k_hi
+    if not 0 <= protected <= layer.key_dim:
+        raise UsageError(
+            f"block {layer.index}: {protected} protected channels, but a head has {layer.key_dim}",
+            k_hi=protected,
+            key_dim=layer.key_dim,
+        )
+    return PackedLayout(layer.key_dim, layer.value_dim, protected, GROUP)
