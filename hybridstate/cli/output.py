@@ -187,7 +187,7 @@ class Output:
         self._stop_bar()
         if self.json:
             _print_json(self._envelope(ok=False) | {"error": error})
-        self._say(f"error: {error['message']}", style="bold red")
+        self._say(f"error: {error['message']}".replace("\n", " "), style="bold red")
         if error["hint"]:
             self._say(f"hint: {error['hint']}")
 

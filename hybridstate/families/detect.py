@@ -19,6 +19,9 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 _BLOCK = re.compile(r"^(?P<root>(?:.*\.)?layers\.)(?P<index>\d+)\.(?P<module>[^.]+)\.(?P<rest>.+)$")
 
 
+_LARGEST_SIZE = 1_000_000
+
+
 def detect(
     shapes: Mapping[str, tuple[int, ...]],
     config: Mapping[str, Any],
@@ -159,7 +162,7 @@ def _gate(
     stated = _lookup(text, family.lower_bound)
     if given is not None and family.kind == "gdn":
         raise UsageError(f"{family.name} has the softplus gate: a lower bound does not apply")
-    if stated is not None and given is not None and float(stated) != given:
+    if stated is not None and given is not None and stated != given:
         raise UsageError(
             f"lower bound {given} contradicts the config, which says {stated}",
             expected=stated,
@@ -195,10 +198,10 @@ def _lookup(text: Mapping[str, Any], paths: Iterable[str]) -> Any:
 
 def _integer(text: Mapping[str, Any], paths: tuple[str, ...], what: str) -> int:
     value = _lookup(text, paths)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST_SIZE:
         raise SourceError(
-            f"config.json: {' or '.join(paths)} ({what}) should be a positive integer, "
-            f"found {'nothing' if value is None else repr(value)}",
+            f"config.json: {' or '.join(paths)} ({what}) should be an integer from 1 to a million, "
+            f"found {'nothing' if value is None else f'{value!r:.60}'}",
             expected=list(paths),
             found=None if value is None else str(value),
         )
@@ -264,8 +267,13 @@ def _listed(rule: LayerRule, value: Any, num_layers: int) -> set[int] | None:
         return None
     if rule.how == "names":
         return {i for i, name in enumerate(value[:num_layers]) if name in rule.values}
+    if any(isinstance(number, bool) or not isinstance(number, int) for number in value):
+        raise SourceError(
+            f"config.json: {rule.path} should list block numbers, found {value!r:.60}",
+            expected=rule.path,
+        )
     base = 1 if rule.how == "one_based" else 0
-    return {int(number) - base for number in value}
+    return {number - base for number in value}
 
 
 def _check_shapes(family: Family, layer: LinearLayer, shapes: Shapes) -> None:
