@@ -9,6 +9,7 @@ from hybridstate.cli.options import Json, Quiet
 from hybridstate.cli.output import Output, command
 
 if TYPE_CHECKING:
+    from hybridstate.plan.schema import CalibrationBlock
     from hybridstate.plan.store import Plan
 
 PlanFolder = Annotated[
@@ -221,7 +222,19 @@ def _show_precision(out: Output, plan: "Plan") -> None:
             "validation against FP32",
             ("format", "KL", "top-1", "state error"),
             [(r.format, r.kl, r.top1, r.state_error) for r in document.calibration.validation],
+            note=_validation_note(document.calibration),
         )
+
+
+def _validation_note(calibration: "CalibrationBlock") -> str:
+    sizes = (calibration.validation_sequences, calibration.validation_positions)
+    text = "" if None in sizes else f"{sizes[0]} sequences of {sizes[1]} updates; "
+    text += f"{calibration.protocol.get('profile', 'given')} protocol"
+    if calibration.split_agreement is not None:
+        text += f"; two halves of the prompts share {calibration.split_agreement:.0%} of channels"
+    if calibration.split_agreement_random is not None:
+        text += f" (chance {calibration.split_agreement_random:.1%})"
+    return text
 
 
 def _ratio(value: float | None) -> str | None:

@@ -151,14 +151,17 @@ def write_checkpoint(
     Raises:
         SourceError: a shard shrank or cannot be read.
     """
+    inside: dict[Path, list[str]] = {shard: [] for shard in layout.shards}
+    for tensor, entry in checkpoint.entries.items():
+        inside[entry.file].append(tensor)
     done = 0
     for name in layout.side_files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(checkpoint.path / name, folder / name)
     for shard in layout.shards:
-        inside = [n for n, entry in checkpoint.entries.items() if entry.file == shard]
-        _write_shard(checkpoint, shard, folder / shard.name, layout.moves)
-        done += len(inside)
+        moves = [layout.moves[tensor] for tensor in inside[shard] if tensor in layout.moves]
+        write_shard(checkpoint, shard, folder / shard.name, moves)
+        done += len(inside[shard])
         if progress is not None:
             progress("write", done, layout.tensors)
     exported = with_exported(plan, open_checkpoint(folder, lower_bound=checkpoint.lower_bound))
@@ -201,14 +204,15 @@ def _name_plan(config: Path, plan: Plan) -> None:
     config.write_text(text, encoding="utf-8")
 
 
-def _write_shard(
-    checkpoint: Checkpoint, source: Path, target: Path, moves: Mapping[str, Move]
-) -> None:
-    moving = sorted(
-        (entry.start, name)
-        for name, entry in checkpoint.entries.items()
-        if entry.file == source and name in moves and entry.nbytes
-    )
+def write_shard(checkpoint: Checkpoint, source: Path, target: Path, moves: Sequence[Move]) -> None:
+    """One shard with some of its tensors moved, everything else byte for byte.
+
+    Raises:
+        SourceError: the shard cannot be read or shrank.
+        UsageError: the target cannot be written.
+    """
+    moving = sorted((checkpoint.entries[m.name].start, m.name) for m in moves)
+    by_name = {move.name: move for move in moves}
     try:
         # unbuffered: the search for holes moves the file position behind a buffer's back
         with source.open("rb", buffering=0) as reader, target.open("wb") as writer:
@@ -220,7 +224,7 @@ def _write_shard(
                 if next(_filled(reader, entry.start, entry.end), None) is not None:
                     raw = checkpoint.read_raw(name)
                     writer.seek(start)
-                    writer.write(permute(raw, entry.dtype, moves[name]))
+                    writer.write(permute(raw, entry.dtype, by_name[name]))
                 position = entry.end
             _copy_range(reader, writer, position, size)
             writer.truncate(size)

@@ -17,7 +17,7 @@ from hybridstate.plan.calibration import read_calibration
 from hybridstate.plan.compare import verify_against
 from hybridstate.plan.store import read_plan
 from hybridstate.weights.permute import LayerOrder, layer_orders
-from hybridstate.weights.rewrite import check_disk, lay_out, write_checkpoint
+from hybridstate.weights.rewrite import check_disk, lay_out, write_checkpoint, write_shard
 from tests.plan.calibrated import write_calibration
 from tests.tiny import write_checkpoint as write_model
 
@@ -126,12 +126,12 @@ def random_order(layer: object, seed: int) -> LayerOrder:
 
 def permute_files(model: Path, target: Path, orders: list[LayerOrder]) -> None:
     """The shards under any order, without a plan (which so far orders key channels alone)."""
-    from hybridstate.weights.rewrite import _write_shard
-
     checkpoint = open_checkpoint(model)
     shutil.copytree(model, target)
     for shard in checkpoint.files:
-        _write_shard(checkpoint, shard, target / shard.name, lay_out(checkpoint, orders).moves)
+        moves = lay_out(checkpoint, orders).moves
+        here = [move for name, move in moves.items() if checkpoint.entries[name].file == shard]
+        write_shard(checkpoint, shard, target / shard.name, here)
 
 
 def test_failed_export_leaves_nothing(

@@ -1,0 +1,156 @@
+"""`export-plan`, `plan show|validate|diff|verify` and `verify`, as a user meets them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from hybridstate.cli.main import app
+from hybridstate.plan.store import read_plan
+from tests.plan.calibrated import write_calibration
+from tests.tiny import write_checkpoint
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def result_of(result: Result) -> dict[str, Any]:
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)["result"]
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.fixture
+def exported(tmp_path: Path, tiny_kda: Path) -> Path:
+    calibration = write_calibration(tmp_path / "cal", tiny_kda)
+    out = tmp_path / "out"
+    made = run("export-plan", tiny_kda, "--w-max", 64, "--calibration", calibration, "-o", out)
+    assert made.exit_code == 0, made.output
+    return out
+
+
+def test_export_reports_what_it_wrote(tmp_path: Path, tiny_gdn: Path) -> None:
+    found = result_of(
+        run("export-plan", tiny_gdn, "--w-max", 64, "-o", tmp_path / "plan", "--json")
+    )
+    assert found["written"] is True
+    assert found["digest"] == read_plan(tmp_path / "plan").digest
+    assert (found["selection"], found["precision"], found["checkpoint"]) == (True, False, None)
+
+
+def test_export_with_check_runs_both_models(tmp_path: Path, tiny_kda: Path) -> None:
+    calibration = write_calibration(tmp_path / "cal", tiny_kda)
+    options = ("--calibration", calibration, "--check", "-o", tmp_path / "out", "--json")
+    found = result_of(run("export-plan", tiny_kda, *options))
+    assert found["selection"] is False
+    assert found["checkpoint"]["moved"]
+    assert found["verification"]["logit_error"] <= 1e-5
+
+
+def test_dry_run_leaves_the_digest_open_and_writes_nothing(tmp_path: Path, tiny_kda: Path) -> None:
+    calibration = write_calibration(tmp_path / "cal", tiny_kda)
+    options = ("--calibration", calibration, "--dry-run", "-o", tmp_path / "out")
+    assert result_of(run("export-plan", tiny_kda, *options, "--json"))["digest"] is None
+    human = run("export-plan", tiny_kda, *options)
+    assert "would write" in human.stdout
+    assert not any(line.startswith("digest") for line in human.stdout.splitlines())
+    assert not (tmp_path / "out").exists()
+
+
+def test_show_prints_selection_precision_and_validation(exported: Path) -> None:
+    shown = run("plan", "show", exported)
+    assert shown.exit_code == 0, shown.output
+    for text in ("channels kept by horizon", "live state", "exported weights", "validation"):
+        assert text in shown.stdout
+    document = result_of(run("plan", "show", exported, "--json"))
+    assert document["schema"] == "hybridstate.plan"
+    assert document["content_digest"] in shown.stdout
+
+
+def test_validate_counts_arrays(exported: Path) -> None:
+    found = result_of(run("plan", "validate", exported, "--json"))
+    assert found["valid"] is True
+    assert found["arrays"] == 15
+
+
+def test_diff_of_two_cutoffs_names_fields_and_arrays(tmp_path: Path, tiny_kda: Path) -> None:
+    for w_max in (16, 64):
+        made = run("export-plan", tiny_kda, "--w-max", w_max, "-o", tmp_path / f"w{w_max}")
+        assert made.exit_code == 0, made.output
+    found = result_of(run("plan", "diff", tmp_path / "w16", tmp_path / "w64", "--json"))
+    assert found["same"] is False
+    assert "selection.w_max" in {f["path"] for f in found["fields"]}
+    assert any(a["name"].endswith(".retained") for a in found["arrays"])
+    same = run("plan", "diff", tmp_path / "w16", tmp_path / "w16")
+    assert "same content" in same.stdout
+
+
+def test_verify_tells_the_two_checkpoints_apart(
+    tmp_path: Path, exported: Path, tiny_kda: Path
+) -> None:
+    assert result_of(run("plan", "verify", exported, "--json"))["order"] == "exported"
+    assert result_of(run("plan", "verify", exported, tiny_kda, "--json"))["order"] == "original"
+    other = write_checkpoint(tmp_path / "other", "kimi_linear", seed=8)
+    foreign = run("plan", "verify", exported, other)
+    assert foreign.exit_code == 6
+    assert "with decay digest" in foreign.stderr or "with config digest" in foreign.stderr
+
+
+def test_bundle_alone_needs_a_model_to_verify(tmp_path: Path, tiny_kda: Path) -> None:
+    run("export-plan", tiny_kda, "--w-max", 64, "-o", tmp_path / "plan")
+    found = run("plan", "verify", tmp_path / "plan")
+    assert found.exit_code == 2
+    assert "MODEL is needed" in found.stderr
+
+
+def test_tampered_array_is_named(exported: Path) -> None:
+    file = exported / "state_plan" / "plan.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    found = run("plan", "validate", exported, "--json")
+    assert found.exit_code == 3
+    error = json.loads(found.stdout)["error"]
+    assert error["context"]["array"] in error["message"]
+    assert "was changed" in error["message"]
+
+
+def test_newer_schema_is_refused_with_both_versions(exported: Path) -> None:
+    file = exported / "state_plan" / "plan.json"
+    file.write_text(file.read_text().replace('"schema_version": 1', '"schema_version": 7'))
+    found = run("plan", "show", exported)
+    assert found.exit_code == 6
+    assert "schema version 7" in found.stderr
+
+
+def test_numeric_verify_prints_what_it_compared(exported: Path, tiny_kda: Path) -> None:
+    sizes = ("--prompts", 2, "--tokens", 32, "--new-tokens", 4)
+    found = run("verify", tiny_kda, exported, *sizes)
+    assert found.exit_code == 0, found.output
+    assert "0 of 8" in found.stdout
+    assert "held-out prose" in found.stdout
+    document = result_of(run("verify", tiny_kda, exported, *sizes, "--json"))
+    assert document["dtype"] == "float32"
+    assert len(document["layers"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "mentions"),
+    [
+        (("--w-max", 64, "--weights"), 2, "no weight moves"),
+        ((), 2, "cutoff, a calibration or both"),
+        (("--w-max", 3), 2, "at least 4"),
+        (("--calibration", "nowhere"), 3, "calibration.json"),
+    ],
+)
+def test_export_refuses(
+    arguments: tuple[Any, ...], exit_code: int, mentions: str, tmp_path: Path, tiny_kda: Path
+) -> None:
+    found = run("export-plan", tiny_kda, *arguments, "-o", tmp_path / "out")
+    assert found.exit_code == exit_code
+    assert mentions in found.stderr
+    assert not (tmp_path / "out").exists()
