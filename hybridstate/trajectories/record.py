@@ -125,6 +125,8 @@ def record(
         return reference_decode(ordinal, q, k, v, g, beta, initial_state)
 
     generated: list[torch.Tensor] = []
+    if progress is not None:
+        progress("record", 0, protocol.new_tokens)
     logits, cache = prefill(loaded, tokens, chunk=protocol.chunk)
     check_states(loaded, recurrent_states(cache), prompts, "after the prompt")
     with swap(loaded, decode=watched):

@@ -98,5 +98,7 @@ def test_profiles_state_the_published_protocol_and_options_are_checked() -> None
         protocol("quick", horizon=1000)
     with pytest.raises(UsageError, match="prompts_per_split"):
         protocol("quick", prompts_per_split=0)
+    with pytest.raises(UsageError, match="windows must not overlap"):
+        protocol("quick", windows=(0, 48), horizon=8)
     with pytest.raises(UsageError, match="anchors count from 1"):
         protocol("quick", anchors=(0,))

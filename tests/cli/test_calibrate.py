@@ -1,0 +1,80 @@
+"""`hybridstate calibrate`: one JSON document, table, dry run, errors with their exit codes."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from hybridstate.cli import calibrate
+from hybridstate.trajectories.protocol import PROFILES
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    short = replace(PROFILES["quick"], input_tokens=24, new_tokens=12, anchors=(2, 4), horizon=8)
+    monkeypatch.setitem(PROFILES, "quick", short)
+    app = typer.Typer()
+    calibrate.register(app)
+    app.callback()(lambda: None)
+    return lambda *arguments: CliRunner().invoke(app, ["calibrate", *map(str, arguments)])
+
+
+def document(result: Any) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_json_is_one_document_and_files_are_named(run: Any, tiny_kda: Path, tmp_path: Path) -> None:
+    out = tmp_path / "cal"
+    result = run(tiny_kda, "-o", out, "--k-hi", 2, "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.stderr
+    found = document(result)["result"]
+    assert [Path(name).name for name in found["written"]] == [
+        "calibration.json",
+        "calibration.safetensors",
+    ]
+    written = json.loads((out / "calibration.json").read_text())
+    assert written == {k: v for k, v in found.items() if k != "written"}
+    assert "wrote calibration.json" in result.stderr
+
+
+def test_table_names_every_format_and_the_sample_size(run: Any, tiny_gdn: Path) -> None:
+    result = run(tiny_gdn, "--k-hi", 2, "--device", "cpu", "--temperature", 1)
+    assert result.exit_code == 0, result.stderr
+    for text in ("fp32", "fp16", "bf16", "int8-step", "damp", "damp-random"):
+        assert text in result.stdout
+    assert "3 sequences of 11 updates" in result.stdout
+    assert "the same by chance" in result.stdout
+
+
+def test_dry_run_counts_and_writes_nothing(run: Any, tiny_gdn: Path, tmp_path: Path) -> None:
+    result = run(tiny_gdn, "--dry-run", "--profile", "paper", "--json", "-o", tmp_path / "cal")
+    found = document(result)["result"]
+    assert found["prompts"] == 36
+    assert found["generated_tokens"] == 36 * 4096
+    state = 3 * 6 * 8 * 12 * 4
+    assert found["trajectory_bytes"] == 36 * 6 * state
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["--k-hi", "9"], 2, "k_hi is 9"),
+        (["--profile", "slow"], 2, "no calibration profile"),
+        (["--temperature", "nan"], 2, "--temperature must be"),
+        (["--seed", "-1"], 2, "--seed must not be negative"),
+        (["--device", "quantum"], 2, "is not a device"),
+        (["--prompts", "absent.jsonl"], 3, "cannot read prompts"),
+    ],
+)
+def test_errors_are_one_line_with_their_code(
+    run: Any, tiny_gdn: Path, arguments: list[str], code: int, text: str
+) -> None:
+    result = run(tiny_gdn, "--json", *arguments)
+    assert result.exit_code == code
+    assert text in document(result)["error"]["message"]

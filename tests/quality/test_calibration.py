@@ -1,0 +1,178 @@
+"""The whole verb on tiny models: files, determinism, resuming, refusals."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from hybridstate import api
+from hybridstate.errors import NumericError, UsageError
+from hybridstate.plan.calibration import read_calibration
+from hybridstate.quality.calibration import Calibration, assemble
+from hybridstate.quant import calibration as stages
+from hybridstate.quant.simulate import simulate
+from hybridstate.trajectories import record as recording
+from hybridstate.trajectories.model import load_model
+from hybridstate.trajectories.prompts import make_prompts, shipped_texts
+from hybridstate.trajectories.protocol import protocol
+
+SMALL: dict[str, Any] = {
+    "input_tokens": 32,
+    "new_tokens": 24,
+    "windows": (0, 6),
+    "anchors": (2, 5),
+    "horizon": 12,
+}
+
+
+def calibrate(model: Path, out: Path | None, **changes: Any) -> Calibration:
+    options = {"k_hi": 2, "temperature": 1.0, "seed": 3} | SMALL | changes
+    return api.calibrate(model, out, **options)
+
+
+@pytest.mark.parametrize("name", ["tiny_gdn", "tiny_kda"])
+def test_same_seed_writes_byte_equal_files_that_a_plan_can_read(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    model = request.getfixturevalue(name)
+    seen: list[str] = []
+    first = calibrate(model, tmp_path / "a", progress=lambda stage, *_: seen.append(stage))
+    calibrate(model, tmp_path / "b")
+    for file in ("calibration.json", "calibration.safetensors"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]  # no trajectories left
+    assert list(dict.fromkeys(seen)) == ["record", "score", "validate"]
+
+    plan_side = read_calibration(tmp_path / "a")
+    loaded = load_model(model)
+    assert plan_side.k_hi == 2
+    for layer, risk, protected in zip(
+        loaded.spec.layers, plan_side.risk, plan_side.protected, strict=True
+    ):
+        assert risk.shape == (layer.value_heads, layer.key_dim)
+        assert protected.shape == (layer.value_heads, 2)
+        bundle = layer.value_heads // layer.key_heads
+        summed = risk.reshape(layer.key_heads, bundle, -1).sum(1)
+        expected = np.sort(np.argsort(-summed, axis=1)[:, :2], axis=1).repeat(bundle, axis=0)
+        assert np.array_equal(protected, expected)
+    arrays = load_file(tmp_path / "a" / "calibration.safetensors")
+    assert set(arrays) == {
+        f"layers.{layer.index}.{kind}"
+        for layer in loaded.spec.layers
+        for kind in ("risk", "protected")
+    }
+    document = json.loads((tmp_path / "a" / "calibration.json").read_text())
+    assert document["arrays"].keys() == arrays.keys()
+    assert [row["format"] for row in document["validation"]] == [
+        "fp32",
+        "fp16",
+        "bf16",
+        "int8-step",
+        "damp",
+        "damp-random",
+    ]
+    assert document["objective"]["damp"] < document["objective"]["int8-step"]
+    assert document["objective"]["fp32"] == 0
+    assert first.to_json()["fingerprint"] == document["fingerprint"]
+    assert len(document["prompts"]) == 9
+
+
+def test_another_seed_draws_other_prompts(tiny_gdn: Path) -> None:
+    first, second = (calibrate(tiny_gdn, None, seed=seed).document for seed in (0, 1))
+    assert first["prompt_digests"].keys() == second["prompt_digests"].keys()
+    assert first["prompt_digests"] != second["prompt_digests"]
+    assert first["fingerprint"] != second["fingerprint"]
+
+
+def test_batches_do_not_change_what_is_recorded(tiny_kda: Path, tmp_path: Path) -> None:
+    whole, split = (calibrate(tiny_kda, None, batch=batch) for batch in (36, 4))
+    for a, b in zip(whole.scores.risk, split.scores.risk, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-2)
+    assert whole.document["repeated_32gram_share"] == split.document["repeated_32gram_share"]
+
+
+def test_a_killed_run_resumes_to_the_same_bytes(
+    tiny_gdn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrate(tiny_gdn, tmp_path / "whole", batch=4)
+    calls = 0
+    original = recording.record
+
+    def counted(*args: Any, **options: Any) -> recording.Recording:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return original(*args, **options)
+
+    monkeypatch.setattr(stages, "record", counted)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(tiny_gdn, tmp_path / "killed", batch=4)
+    assert not (tmp_path / "killed").exists()
+    assert (tmp_path / ".killed.trajectories").is_dir()
+    calibrate(tiny_gdn, tmp_path / "killed", batch=4)
+    assert calls == 4  # two batches, the interruption, the third batch
+    for file in ("calibration.json", "calibration.safetensors"):
+        whole = (tmp_path / "whole" / file).read_bytes()
+        assert (tmp_path / "killed" / file).read_bytes() == whole
+    assert not (tmp_path / ".killed.trajectories").exists()
+
+
+def test_an_early_failure_leaves_nothing(
+    tiny_gdn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> recording.Recording:
+        raise NumericError("recurrent state is nan")
+
+    monkeypatch.setattr(stages, "record", broken)
+    with pytest.raises(NumericError):
+        calibrate(tiny_gdn, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_bad_options_are_refused_before_the_model_runs(tiny_gdn: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("mine")
+    with pytest.raises(UsageError, match="not empty"):
+        calibrate(tiny_gdn, tmp_path / "full")
+    with pytest.raises(UsageError, match="k_hi is 9"):
+        calibrate(tiny_gdn, None, k_hi=9)
+    with pytest.raises(UsageError, match="the last anchor needs"):
+        calibrate(tiny_gdn, None, horizon=100)
+    with pytest.raises(UsageError, match="no calibration profile"):
+        calibrate(tiny_gdn, None, profile="slow")
+
+
+def test_loops_and_saturation_are_reported(tiny_gdn: Path) -> None:
+    loaded = load_model(tiny_gdn)
+    settings = protocol("quick", **SMALL)
+    prompts = make_prompts(loaded.encode, shipped_texts(), settings, seed=0)
+    with stages.trajectory_store(None, "run", len(loaded.spec.layers)) as store:
+        generated = stages.record_batches(loaded, prompts, settings, store, seed=0)
+        scores = stages.score(loaded, prompts, settings, store, k_hi=8, seed=0)
+    found = simulate(loaded, prompts[:1], generated[:1], scores.arms, chunk=64, batch=6)
+    looping = torch.zeros(9, 80, dtype=torch.int32)
+    made = assemble(
+        loaded, prompts, settings, scores, looping, found, k_hi=8, seed=0, source="shipped"
+    )
+    assert made.document["repeated_32gram_share"] > 0.9
+    assert any("the model loops" in warning for warning in made.warnings)
+    assert any("all 8 key channels" in warning for warning in made.warnings)
+    assert made.divergences[1].kl_error is None
+
+
+def test_static_horizons_are_compared_with_what_the_gates_did(
+    tiny_gdn: Path, tiny_kda: Path
+) -> None:
+    for model in (tiny_gdn, tiny_kda):
+        found = api.validate_horizons(model, prefixes=3, tokens=64)
+        assert found.horizons.pairs == 9
+        assert found.horizons.median is not None
+        assert found.horizons.median > 0.5  # random projections hardly move a spread of A_log
+        assert [cutoff.w_max for cutoff in found.cutoffs] == [16, 64, 128, 512]
+        assert all(0 <= cutoff.same_side <= 1 for cutoff in found.cutoffs)
+        json.dumps(found.to_json(), allow_nan=False)
