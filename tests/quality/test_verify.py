@@ -1,5 +1,6 @@
 """Exported models compute what the originals do, and a wrong export is caught with its place."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from hybridstate.errors import NumericError, PlanMismatch, SourceError
 from hybridstate.quality.verify import MAX_RELATIVE_ERROR, account_tensors, verify
 from hybridstate.trajectories.cache import prefill
 from hybridstate.trajectories.model import load_model
+from hybridstate.weights.rewrite import lay_out, write_shard
 from tests.plan.calibrated import write_calibration
 from tests.tiny import write_checkpoint
-from tests.tolerances import TOLERANCES, assert_within
+from tests.tolerances import TOLERANCES, assert_within, relative_rms
 from tests.weights.test_rewrite import permute_files, random_order
 
 CASES = {
@@ -67,6 +69,28 @@ def test_heads_bundles_keys_and_values_move_together_without_a_trace(
         for folder in (model, tmp_path / "moved")
     ]
     assert_within(logits[1], logits[0], "export-logits-f32")
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])
+def test_every_move_is_needed(
+    family: str, tmp_path: Path, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    """One tensor left in the old order and the model computes something else entirely."""
+    model = tiny_checkpoint(family)
+    checkpoint = open_checkpoint(model)
+    orders = [random_order(layer, 5) for layer in checkpoint.spec.layers]
+    moves = lay_out(checkpoint, orders).moves
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 97, (2, 40)))
+    expected = prefill(load_model(str(model)), tokens, keep_logits=True)[0]
+    target = tmp_path / "moved"
+    shutil.copytree(model, target)
+    prefix = checkpoint.spec.layers[0].prefix
+    for left in sorted(name for name in moves if name.startswith(prefix)):
+        suffix = left.removeprefix(prefix)
+        done = [move for name, move in moves.items() if not name.endswith("." + suffix)]
+        write_shard(checkpoint, checkpoint.files[0], target / checkpoint.files[0].name, done)
+        logits = prefill(load_model(str(target)), tokens, keep_logits=True)[0]
+        assert relative_rms(logits, expected) > 0.1, suffix
 
 
 def test_wrong_order_is_caught_by_states(tmp_path: Path, tiny_gdn: Path) -> None:
