@@ -14,11 +14,29 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from hybridstate.bench.layers import (
+    EMBEDDED,
+    PUBLISHED,
+    UpdateDims,
+    input_dtype,
+    random_inputs,
+)
+from hybridstate.bench.peers import peer_rows
 from hybridstate.bench.timing import Samples, device_record, measure_launches, rotation
 from hybridstate.defaults import GROUP
 from hybridstate.errors import MissingRequirement, NumericError, UsageError
 from hybridstate.kernels import update
 from hybridstate.kernels.layout import DenseLayout, PackedLayout
+
+__all__ = [
+    "EMBEDDED",
+    "FORMATS",
+    "PUBLISHED",
+    "UpdateDims",
+    "UpdateReport",
+    "UpdateRow",
+    "run_update",
+]
 
 Progress = Callable[[str, int, int], None]
 Step = Callable[..., None]
@@ -31,38 +49,6 @@ GPU_BATCHES: Final = (1, 4, 16, 64, 256)
 TUNING_SAMPLES: Final = 7
 PACK_SLOTS: Final = 32
 """Random states are packed this many at a time and repeated over the pool."""
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateDims:
-    """One recurrent layer: `kind` is "gdn" or "kda"; `k_hi` None means 16 of every 128 key channels."""
-
-    name: str
-    kind: str
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    k_hi: int | None = None
-
-    @property
-    def protected(self) -> int:
-        """FP16 key rows under `damp`."""
-        default = min(self.key_dim, 16 * max(1, round(self.key_dim / 128)))
-        return default if self.k_hi is None else self.k_hi
-
-
-EMBEDDED: Final = (
-    UpdateDims("tiny-gdn", "gdn", 4, 8, 128, 128),
-    UpdateDims("tiny-kda", "kda", 4, 4, 128, 128),
-)
-"""The models in the package."""
-
-PUBLISHED: Final = (
-    UpdateDims("qwen3-next", "gdn", 16, 32, 128, 128),
-    UpdateDims("kimi-linear", "kda", 32, 32, 128, 128),
-)
-"""Layers of the released models on one GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +145,7 @@ class UpdateReport:
     device: dict[str, Any]
     protocol: dict[str, Any]
     rows: tuple[UpdateRow, ...]
+    peers: tuple[dict[str, Any], ...] = ()
 
     def speedups(self) -> list[dict[str, Any]]:
         """Median FP32 time over each other format's, at equal dimensions and batch."""
@@ -181,6 +168,7 @@ class UpdateReport:
             "protocol": self.protocol,
             "rows": [row.to_json() for row in self.rows],
             "speedups": self.speedups(),
+            "peers": list(self.peers),
         }
 
 
@@ -226,9 +214,10 @@ def run_update(
             for batch in batches:
                 rows.append(_measured(layer, state, batch, checked, device, samples, warmup, seed))
                 report("updates", len(rows), total)
+    peers = peer_rows(dims, batches, device, samples, warmup, seed, report)
     protocol = {
         "inputs": "synthetic: normal q, k, v and states, decay exp(-U(0, 0.2))",
-        "input_dtype": str(_input_dtype(device)).removeprefix("torch."),
+        "input_dtype": str(input_dtype(device)).removeprefix("torch."),
         "timing": "CUDA graph replay over rotated slots" if on_gpu else "wall clock",
         "backend_note": None if on_gpu else "reference in torch: says nothing about the kernels",
         "bytes": "states read and written once, inputs read once, output written once",
@@ -236,7 +225,7 @@ def run_update(
         "warmup": warmup,
         "seed": seed,
     }
-    return UpdateReport(device_record(device), protocol, tuple(rows))
+    return UpdateReport(device_record(device), protocol, tuple(rows), peers)
 
 
 def _check_arguments(
@@ -326,7 +315,7 @@ def _measured(
     head_bytes = first.layout.head_bytes
     moved = 2 * batch * layer.value_heads * head_bytes
     sets = rotation(moved // 2, device)
-    inputs = _inputs(layer, batch, device, seed)
+    inputs = random_inputs(layer, batch, device, seed)
     tried: dict[str, float] = {}
     best, best_time = first, float("inf")
     if len(checked) > 1:
@@ -369,31 +358,6 @@ def _timed(
 ) -> Samples:
     graph = configuration.backend != "reference"  # the reference synchronises
     return measure_launches(launches, device=device, graph=graph, warmup=warmup, repeat=samples)
-
-
-def _input_dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-def _inputs(layer: UpdateDims, batch: int, device: torch.device, seed: int) -> tuple[Tensor, ...]:
-    """q, k, v, g, beta and an output buffer."""
-    generator = torch.Generator(device).manual_seed(seed)
-    dtype, heads = _input_dtype(device), layer.value_heads
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device)
-
-    gate = (batch, heads, layer.key_dim) if layer.kind == "kda" else (batch, heads)
-    uniform = torch.rand(gate, generator=generator, device=device)
-    v = draw(batch, heads, layer.value_dim).to(dtype)
-    return (
-        draw(batch, layer.key_heads, layer.key_dim).to(dtype),
-        draw(batch, layer.key_heads, layer.key_dim).to(dtype),
-        v,
-        -0.2 * uniform,
-        draw(batch, heads).sigmoid(),
-        torch.empty_like(v),
-    )
 
 
 def _launches(

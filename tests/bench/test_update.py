@@ -1,12 +1,14 @@
 """`bench update`: what it refuses, what it counts, what it reports."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
 import torch
 
 from hybridstate.bench import update as bench
+from hybridstate.bench.layers import random_inputs
 from hybridstate.bench.timing import Samples
 from hybridstate.bench.update import UpdateDims, UpdateReport, run_update
 from hybridstate.errors import MissingRequirement, NumericError, UsageError
@@ -105,3 +107,23 @@ def test_a_gpu_tunes_dense_formats_and_runs_the_packed_kernel() -> None:
     assert rows["damp"].backend in ("gluon", "triton")
     assert len(rows["fp32"].tried) == 7
     assert rows["fp32"].pools * 4 * 4 * 128 * 128 * 4 >= 4 * found.device["l2_bytes"]
+
+
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="Triton's interpreter is off: a GPU is here"
+)
+@pytest.mark.parametrize("state", ["fp32", "fp16", "damp"])
+def test_every_configuration_a_gpu_would_time_is_right(
+    state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(bench.update, "backend", lambda device, layout: "triton")
+    layer, cpu = replace(CHANNELS, k_hi=4), torch.device("cpu")
+    found = bench._configurations(layer, state, cpu)
+    assert len({c.label for c in found}) == len(found) == (1 if state == "damp" else 7)
+    for configuration in found:
+        bench._checked(configuration, layer, state, cpu)
+        inputs = random_inputs(layer, 2, cpu, seed=0)
+        for launch in bench._launches(configuration, layer, 2, 2, inputs, seed=0):
+            launch()
+        assert torch.isfinite(inputs[-1]).all()
