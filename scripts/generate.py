@@ -43,9 +43,10 @@ def model_name(path: Path, document: dict[str, Any]) -> str:
 
 def source_line(path: Path, document: dict[str, Any]) -> str:
     """Where a table comes from: file, device, versions, commit."""
-    env: dict[str, Any] = document.get("environment") or document.get("provenance") or {}
+    result = document["result"]
+    env: dict[str, Any] = document.get("provenance") or result.get("versions") or {}
     parts = [f"[{path.name}](../{path.relative_to(ROOT)})"]
-    parts += [str(env[key]) for key in ("device", "device_name", "gpu") if env.get(key)][:1]
+    parts += [str(env["device"])] if env.get("device") else []
     parts += [
         f"{name} {env[name]}" for name in ("torch", "transformers", "triton") if env.get(name)
     ]
@@ -100,7 +101,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "retained": retained_block,
     "restore": lambda: per_model("restore-*.json", tables.restore),
     "precision": lambda: per_model("calibrate-*.json", tables.precision),
-    "update": lambda: "",
+    "update": lambda: per_model("update*.json", tables.update),
     "decode": lambda: per_model("decode-*.json", tables.decode),
 }
 
@@ -121,6 +122,7 @@ RESULTS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
     ("DASC against random masks of the same size", "restore-*.json", tables.advantage),
     ("What the models need their state for", "restore-*.json", tables.interventions),
     ("Precision of the live state", "calibrate-*.json", tables.precision),
+    ("One update of the recurrent state", "update*.json", tables.update),
     ("Time per output token", "decode-*.json", tables.decode),
 )
 

@@ -1,7 +1,6 @@
 """Markdown tables from recorded results. Pure functions: parsed JSON in, lines out.
 
-Each result file is the document that a command printed with `--json` or wrote with `-o`; the tables below take its
-`result`. Nothing is rounded away silently: cells carry as many digits as the table says.
+Each result file is the document that a command wrote with `-o`; the tables below take its `result`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -180,6 +179,30 @@ def precision(result: Result) -> str:
     sequences, updates = result["validation_sequences"], result["validation_positions"]
     table = markdown(columns, rows)
     return f"{table}\n\n{sequences} sequences of {updates} updates; ± is the standard error."
+
+
+# --- bench update ---------------------------------------------------------------------------------
+
+
+def update(result: Result) -> str:
+    """Time of one recurrent update by layer, batch and state format."""
+    faster = {(s["dims"], s["batch"], s["state"]): s["fp32_over_this"] for s in result["speedups"]}
+    rows = []
+    for row in result["rows"]:
+        name = row["dims"]["name"]
+        rows.append(
+            [
+                f"{name}, batch {row['batch']}, {row['state']}",
+                str(row["backend"]),
+                f"{row['bits_per_value']:g}",
+                f"{1e6 * row['step_s']['median']:.3g} µs",
+                times(faster.get((name, row["batch"], row["state"]))),
+                f"{row['gb_per_s']:,.0f}",
+                "" if row["pass_gb_per_s"] is None else f"{row['pass_gb_per_s']:,.0f}",
+            ]
+        )
+    columns = ["layer of", "ran on", "bits", "update", "FP32 over this", "GB/s", "plain pass GB/s"]
+    return markdown(columns, rows)
 
 
 # --- bench decode ---------------------------------------------------------------------------------

@@ -152,3 +152,23 @@ def test_precision_figure_keeps_the_numbers_behind_it(tmp_path: Path) -> None:
         ("int8-step", "4"),
     ]
     assert (tmp_path / "precision.png").stat().st_size > 10_000
+
+
+def test_update_table_names_layer_batch_and_state() -> None:
+    result = {
+        "rows": [
+            {
+                "dims": {"name": "tiny-kda"},
+                "batch": 8,
+                "state": "damp",
+                "backend": "gluon",
+                "bits_per_value": 9.875,
+                "step_s": {"median": 1.234e-5, "p90": 1.3e-5},
+                "gb_per_s": 2345.6,
+                "pass_gb_per_s": None,
+            }
+        ],
+        "speedups": [{"dims": "tiny-kda", "batch": 8, "state": "damp", "fp32_over_this": 2.9}],
+    }
+    _, _, row = cells(tables.update(result))
+    assert row == ["tiny-kda, batch 8, damp", "gluon", "9.875", "12.3 µs", "2.90x", "2,346", ""]
