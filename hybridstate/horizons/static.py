@@ -57,7 +57,7 @@ def static_horizons(
         raise UsageError(f"epsilon must lie between 0 and 1, found {epsilon}", found=epsilon)
     log_decay = static_log_decay(decay, gate=gate, lower_bound=lower_bound, gate_input=gate_input)
     with np.errstate(divide="ignore"):
-        horizons = math.log(epsilon) / np.where(log_decay == 0, -0.0, log_decay)
+        horizons = math.log(epsilon) / log_decay  # g underflows to -0.0, never to +0.0: H = inf
     bad = np.argwhere(np.isnan(horizons))
     if len(bad):
         unit = [int(i) for i in bad[0]]

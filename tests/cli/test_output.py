@@ -40,12 +40,11 @@ def test_human_mode_keeps_result_and_remarks_apart(capsys: pytest.CaptureFixture
     ]
 
 
-def test_quiet_mode_drops_notes_and_progress_but_not_warnings(
+def test_quiet_mode_drops_notes_but_not_warnings(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with command("demo", quiet=True) as out:
         talk(out)
-        out.progress("stage", 1, 2)
     captured = capsys.readouterr()
     assert captured.err == "warning: a warning\n"
     assert "1,234,567" in captured.out
@@ -195,6 +194,14 @@ def test_progress_off_a_terminal_is_a_line_every_ten_seconds(
         "calibrating: 20/35 (57 %), 20 s",
         "calibrating: 30/35 (85 %), 30 s",
     ]
+
+
+def test_quiet_mode_shows_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    now = iter(range(0, 1000, 100))
+    out = Output("demo", quiet=True, clock=lambda: float(next(now)))
+    for step in range(4):
+        out.progress("stage", step, 4)
+    assert capsys.readouterr().err == ""
 
 
 def test_short_stages_print_no_progress_line(capsys: pytest.CaptureFixture[str]) -> None:
