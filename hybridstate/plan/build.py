@@ -132,13 +132,10 @@ def _layer(checkpoint: Checkpoint, layer: LinearLayer) -> dict[str, Any]:
 
 
 def _provenance(notes: Sequence[str]) -> dict[str, Any]:
+    """Versions without the commit: it changes with every edit, the plan only with its content."""
     found = environment()
-    return {
-        "commit": found.pop("commit"),
-        "modified": found.pop("modified"),
-        "versions": found,
-        "notes": list(notes),
-    }
+    versions = {name: found[name] for name in found if name not in ("commit", "modified")}
+    return {"versions": versions, "notes": list(notes)}
 
 
 def _selection(checkpoint: Checkpoint, selection: Selection) -> dict[str, Any]:

@@ -189,12 +189,15 @@ class CalibrationBlock(Block):
 
 
 class ProvenanceBlock(Block):
-    """Versions that made the plan. `time`, `host` and `argv` never enter the content digest."""
+    """Versions that made the plan, and notes such as that its input is synthetic.
+
+    `export-plan` leaves `commit`, `time`, `host` and `argv` empty, so that the same input gives the
+    same bytes; a publisher may fill them in. The last three never enter the content digest.
+    """
 
     versions: dict[str, str | None]
-    commit: str | None = None
-    modified: bool | None = None
     notes: tuple[str, ...] = ()
+    commit: str | None = None
     time: str | None = None
     host: str | None = None
     argv: tuple[str, ...] | None = None
