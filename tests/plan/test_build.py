@@ -200,3 +200,25 @@ def test_bundle_of_a_dasc_export_reads_back(tmp_path: Path, tiny_gdn: Path) -> N
     assert read_plan(tmp_path / "plan").digest == exported.plan.digest == dasc_plan(tiny_gdn).digest
     assert exported.layout is None
     assert exported.verification is None
+
+
+def test_exported_order_of_units_is_what_the_exported_weights_say(
+    tmp_path: Path, tiny_kda: Path
+) -> None:
+    """Horizons of the permuted checkpoint are the plan's, in the exported order."""
+    out = tmp_path / "out"
+    calibration = write_calibration(tmp_path / "cal", tiny_kda)
+    plan = api.export_plan(tiny_kda, out=out, w_max=64, calibration=calibration).plan
+    found = api.analyze(out, w_max=(64,))
+    for layer, horizon, retained in zip(
+        plan.layers, found.horizons, found.cutoffs[0].selection.retained, strict=True
+    ):
+        moved = plan.unit_array(layer.index, "retained", "exported")
+        stored = plan.unit_array(layer.index, "horizon", "exported")
+        assert moved is not None
+        assert stored is not None
+        assert (moved == retained).all()
+        assert (stored == horizon.astype(np.float32)).all()
+        original = plan.array(layer.index, "horizon")
+        assert original is not None
+        assert (stored != original).any()

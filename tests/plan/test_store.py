@@ -285,3 +285,13 @@ def test_newer_schema_names_both_versions(tmp_path: Path) -> None:
     _edit_json(lambda c: c.update(schema_version=9, brand_new_block={}))(folder)
     with pytest.raises(PlanMismatch, match=r"version 9.*up to 1"):
         read_plan(folder)
+
+
+def test_bundle_written_by_schema_version_1_still_reads() -> None:
+    """A stored bundle, not a generated one: it fails when readers leave old plans behind."""
+    plan = read_plan(Path(__file__).parents[1] / "data" / "plan-v1")
+    assert plan.digest == "02152e5889effde2fc6640ccd3cca44ffabeffe5e9b9a3d2883886feb4a9991c"
+    assert plan.document.schema_version == 1
+    assert plan.document.selection is not None
+    assert plan.document.precision is not None
+    assert plan.document.calibration is not None
