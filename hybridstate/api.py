@@ -4,6 +4,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridstate.bench.verbs import bench_decode as bench_decode
+from hybridstate.bench.verbs import bench_restore as bench_restore
+from hybridstate.bench.verbs import bench_update as bench_update
 from hybridstate.defaults import EPSILON, W_MAX
 from hybridstate.errors import UsageError
 

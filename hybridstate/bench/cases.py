@@ -1,7 +1,7 @@
 """The requests of `bench restore`: generated questions and held-out prose, in batches of equal lengths."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -15,6 +15,7 @@ from hybridstate.trajectories.model import LoadedModel
 FILLER_TOKENS: Final = 64
 PROSE: Final = "prose"
 PROSE_TARGET_TOKENS: Final = 64
+DEFAULT_TASKS: Final = ("recall", "registers")
 QUESTION_SEED: Final = 20_261_130
 
 
@@ -32,7 +33,7 @@ class Options:
         rows: sequences that run at once.
     """
 
-    tasks: tuple[str, ...] = ("recall", "registers")
+    tasks: tuple[str, ...] = DEFAULT_TASKS
     questions: int = 16
     tokens: int = 1024
     seeds: int = 5
@@ -40,6 +41,10 @@ class Options:
     warmup: int = 1
     interventions: bool = False
     rows: int = 64
+
+    def on(self, device: str, rows: int | None) -> "Options":
+        """The same with a fitting number of rows where none is given."""
+        return replace(self, rows=rows if rows is not None else 256 if device == "cuda" else 64)
 
     def check(self) -> None:
         """Refuse what cannot run.

@@ -8,13 +8,13 @@ On a CPU the reference recurrence runs; those times say nothing about the kernel
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from hybridstate.bench.timing import Samples
+from hybridstate.bench.timing import Samples, device_record, synchroniser
 from hybridstate.errors import NumericError, UsageError
 from hybridstate.kernels.layout import PackedLayout
 from hybridstate.kernels.reference import dequantise_groups, quantise_groups, recurrent_step
@@ -29,6 +29,8 @@ from hybridstate.trajectories.model import LoadedModel, swap
 CHECK_TOKENS: Final = 16
 CHECK_SEQUENCES: Final = 2
 PREFILL_ROWS: Final = 32
+CPU_BATCHES: Final = (1, 8)
+GPU_BATCHES: Final = (1, 4, 16, 64, 256)
 
 LOGIT_LIMIT: Final = {
     ("fp32", torch.float32): 1e-5,
@@ -50,7 +52,7 @@ class Options:
 
     Attributes:
         states: formats to compare, in order.
-        batches: batch sizes.
+        batches: batch sizes; `on` fills in what suits the device.
         input_tokens: prefilled tokens of every sequence.
         output_tokens: decoded and timed tokens.
         warmup: decoded and not timed before them.
@@ -59,12 +61,22 @@ class Options:
     """
 
     states: tuple[str, ...] = ("fp32", "damp")
-    batches: tuple[int, ...] = (1, 4, 16)
+    batches: tuple[int, ...] = ()
     input_tokens: int = 256
     output_tokens: int = 64
     warmup: int = 3
     k_hi: int | None = None
     graph: bool = True
+
+    def given(self, states: Sequence[str] | None, batches: Sequence[int] | None) -> "Options":
+        """The same with the lists that were given."""
+        return replace(self, states=tuple(states or self.states), batches=tuple(batches or ()))
+
+    def on(self, device: str) -> "Options":
+        """The same with batch sizes for the device where none are given."""
+        return replace(
+            self, batches=self.batches or (GPU_BATCHES if device == "cuda" else CPU_BATCHES)
+        )
 
     def check(self) -> None:
         """Refuse what cannot run.
@@ -125,6 +137,8 @@ def run_decode(
             report("decoding", len(rows), total)
     return Decoded(
         {
+            "model": loaded.checkpoint.name,
+            "device": device_record(loaded.device),
             "protocol": {
                 "device": str(loaded.device),
                 "dtype": str(loaded.dtype).removeprefix("torch."),
@@ -314,16 +328,14 @@ def _timed(
 
 def _step_seconds(run: DecodeRun, prefix: Prefix, options: Options) -> list[float]:
     """Wall time of every timed step, greedy tokens, the device synchronised around each."""
-    device = prefix.tokens.device
+    settle = synchroniser(prefix.tokens.device)
     token = prefix.tokens[:, -1]
     seconds = []
     for number in range(options.warmup + options.output_tokens):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        settle()
         start = time.perf_counter()
         token = run.step(token).argmax(-1)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        settle()
         if number >= options.warmup:
             seconds.append(time.perf_counter() - start)
     return seconds

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from hybridstate.bench.cases import FILLER_TOKENS, PROSE, QUESTION_SEED, Options, make_cases
-from hybridstate.bench.timing import Samples, measure
+from hybridstate.bench.cutoffs import Cutoff, make_arms
+from hybridstate.bench.timing import Samples, device_record, measure
 from hybridstate.defaults import RANDOM_MASK_SEEDS
 from hybridstate.errors import NumericError
-from hybridstate.plan.accounting import Accounting, account
-from hybridstate.plan.select import Selection, overlap, random_selection
+from hybridstate.plan.select import Selection, overlap
 from hybridstate.quality import tasks
 from hybridstate.quality.arms import (
     INTERVENTIONS,
@@ -39,7 +39,6 @@ from hybridstate.quality.reuse import Cases, mean_and_error, paired_interval, sc
 from hybridstate.runtime.pool import StatePool
 from hybridstate.runtime.restore import (
     Prefix,
-    Units,
     load,
     replay,
     resume,
@@ -67,56 +66,6 @@ class Restored:
     def to_json(self) -> dict[str, Any]:
         """The result as plain values."""
         return self.result
-
-
-# -- arms ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Cutoff:
-    """A selection with its bytes and its random counterparts."""
-
-    selection: Selection
-    accounting: Accounting
-    random: tuple[Selection, ...]
-
-
-def make_arms(
-    loaded: LoadedModel, selections: Sequence[Selection], seeds: int
-) -> tuple[list[Arm], list[Cutoff]]:
-    """Dense, recompute, then NR, WR and random masks of each selection."""
-    spec, device = loaded.spec, loaded.device
-    cutoffs = [
-        Cutoff(
-            selection,
-            account(spec, selection),
-            tuple(random_selection(selection, seed) for seed in RANDOM_MASK_SEEDS[:seeds]),
-        )
-        for selection in selections
-    ]
-    dense_bytes = cutoffs[0].accounting.dense_bytes
-    arms = [
-        Arm("dense", "dense", Units.every(spec, device), dense_bytes),
-        Arm("recompute", "recompute", None, 0),
-    ]
-    for cutoff in cutoffs:
-        selection, w_max = cutoff.selection, cutoff.selection.w_max
-        units = Units.of(selection.retained, device)
-        size = cutoff.accounting.ragged_bytes
-        arms.append(Arm(f"nr-{w_max}", "nr", units, size, w_max))
-        arms.append(Arm(f"wr-{w_max}", "wr", units, size, w_max, selection.w_replay))
-        arms += [
-            Arm(
-                f"random-{w_max}-{seed}",
-                "nr",
-                Units.of(random.retained, device),
-                size,
-                w_max,
-                seed=seed,
-            )
-            for seed, random in zip(RANDOM_MASK_SEEDS, cutoff.random, strict=False)
-        ]
-    return arms, cutoffs
 
 
 # -- correctness --------------------------------------------------------------------------------
@@ -277,6 +226,8 @@ def run_restore(
     dense = arms[0].checkpoint_bytes
     return Restored(
         {
+            "model": loaded.checkpoint.name,
+            "device": device_record(loaded.device),
             "protocol": _protocol(loaded, options, groups),
             "check": check,
             "arms": [_arm_json(arm, dense, outcomes, samples, groups, cutoffs) for arm in arms],

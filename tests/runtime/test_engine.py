@@ -7,13 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridstate import api
 from hybridstate.bench.decode import simulated_logits
-from hybridstate.errors import NumericError, UsageError
+from hybridstate.errors import NumericError, PlanMismatch, UsageError
+from hybridstate.plan.store import read_plan
 from hybridstate.runtime.engine import DecodeEngine, StateHandle, StoredOrder
 from hybridstate.runtime.pool import STATE_FORMATS
 from hybridstate.runtime.restore import Prefix, capture
 from hybridstate.trajectories.cache import prefill
 from hybridstate.trajectories.model import LoadedModel, load_model
+from tests.plan.calibrated import write_calibration
 from tests.tolerances import assert_within, relative_rms
 
 MODELS = [
@@ -190,3 +193,49 @@ def test_capture_without_a_gpu_says_why(loaded: LoadedModel) -> None:
     run = DecodeEngine(loaded, state="fp32", slots=3).start(prefix_of(loaded), room=1)
     assert run.capture() == "no GPU"
     assert run.mode == "eager"
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])
+def test_original_with_its_plan_equals_the_exported_checkpoint(
+    family: str, tmp_path: Path, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    original = tiny_checkpoint(family, key_dim=16)
+    calibration = write_calibration(tmp_path / "calibration", original, k_hi=4)
+    api.export_plan(original, out=tmp_path / "exported", calibration=calibration)
+    plan, forced = read_plan(tmp_path / "exported"), draw(3, STEPS, seed=1)
+    logits, gathers = [], []
+    for folder in (original, tmp_path / "exported"):
+        model = load_model(str(folder))
+        prefix = prefix_of(model)
+        engine = DecodeEngine(model, state="damp", slots=3, plan=plan)
+        assert {layout.k_hi for layout in engine.pool.layouts} == {4}  # type: ignore[union-attr]
+        gathers.append([order.shared_key is not None for order in engine.orders])
+        logits.append(run_steps(engine, prefix, forced))
+        assert_simulated(model, engine, prefix, forced, logits[-1])
+    assert all(gathers[0])
+    assert not any(gathers[1])
+    assert relative_rms(*logits) < 1e-3
+
+
+def test_plan_for_another_model_is_refused(
+    loaded: LoadedModel, tmp_path: Path, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    other = tiny_checkpoint("qwen3_5", seed=3)
+    calibration = write_calibration(tmp_path / "calibration", other)
+    api.export_plan(other, out=tmp_path / "plan", calibration=calibration, weights=False)
+    plan = read_plan(tmp_path / "plan")
+    with pytest.raises(PlanMismatch, match="the plan was made for"):
+        DecodeEngine(loaded, state="damp", slots=1, plan=plan)
+    with pytest.raises(UsageError, match="fp32 is stored densely"):
+        DecodeEngine(loaded, state="fp32", slots=1, plan=plan)
+
+
+def test_plan_without_a_packed_state_is_refused(
+    tmp_path: Path, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    folder = tiny_checkpoint("qwen3_5")
+    api.export_plan(folder, out=tmp_path / "plan", w_max=64)
+    with pytest.raises(PlanMismatch, match="no packed state"):
+        DecodeEngine(
+            load_model(str(folder)), state="damp", slots=1, plan=read_plan(tmp_path / "plan")
+        )

@@ -1,0 +1,178 @@
+"""The bench verbs of `hybridstate.api`, each as the list of its stages; libraries load when one is called."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybridstate.defaults import W_MAX
+from hybridstate.errors import UsageError
+
+if TYPE_CHECKING:
+    from hybridstate.bench.decode import Decoded
+    from hybridstate.bench.restore import Restored
+    from hybridstate.bench.update import UpdateReport
+
+    Progress = Callable[[str, int, int], None]
+
+
+def bench_restore(
+    model: str | Path,
+    *,
+    plan: str | Path | None = None,
+    w_max: Sequence[int] | None = None,
+    tasks: Sequence[str] | None = None,
+    questions: int = 16,
+    tokens: int = 1024,
+    seeds: int = 5,
+    repeats: int = 5,
+    interventions: bool = False,
+    rows: int | None = None,
+    device: str = "auto",
+    progress: "Progress | None" = None,
+) -> "Restored":
+    """What a checkpoint costs to keep, to load, and in answers, on cached prefixes of real prompts.
+
+    Args:
+        model: folder or embedded name.
+        plan: take its selection instead of cutoffs.
+        w_max: cutoffs in tokens.
+        tasks: of `quality.tasks.TASKS`.
+        questions: per task, and prose prefixes.
+        tokens: length of a prompt.
+        seeds: random masks per cutoff.
+        repeats: timed requests per arm.
+        interventions: also take state, KV or both away.
+        rows: sequences that run at once, by default 64 on a CPU and 256 on a GPU.
+        device: `auto`, `cpu` or `cuda`.
+        progress: called with (stage, done, total).
+
+    Raises:
+        UsageError: an option is out of range.
+        PlanMismatch: the plan is for another model, or selects nothing.
+        NumericError: a correctness check failed; nothing is reported then.
+        MissingRequirement: a GPU was asked for and there is none.
+    """
+    from hybridstate.bench.cases import DEFAULT_TASKS, Options
+    from hybridstate.bench.cutoffs import planned_selection, selections_at
+    from hybridstate.bench.restore import run_restore
+    from hybridstate.plan.store import read_plan
+    from hybridstate.trajectories.model import load_model
+    from hybridstate.trajectories.prompts import heldout_text
+
+    if plan is not None and w_max:
+        raise UsageError("a plan brings its own cutoff", hint="give either --plan or --w-max")
+    given = None if plan is None else read_plan(plan)
+    chosen = tuple(tasks or DEFAULT_TASKS)
+    options = Options(chosen, questions, tokens, seeds, repeats, interventions=interventions)
+    options.check()
+    loaded = load_model(str(model), device=device)
+    if given is not None:
+        selections = [planned_selection(given, loaded)]
+    else:
+        selections = selections_at(loaded, tuple(dict.fromkeys(w_max or W_MAX)))
+    options = options.on(loaded.device.type, rows)
+    return run_restore(loaded, selections, options, heldout_text(), progress=progress)
+
+
+def bench_update(
+    model: str | Path | None = None,
+    *,
+    plan: str | Path | None = None,
+    states: Sequence[str] | None = None,
+    batches: Sequence[int] | None = None,
+    samples: int = 30,
+    device: str = "auto",
+    progress: "Progress | None" = None,
+) -> "UpdateReport":
+    """Time of one recurrent update on pooled states, dense and packed, behind a float64 check.
+
+    Args:
+        model: folder or embedded name whose layers give the sizes; without one, the embedded models
+            and layers of released ones.
+        plan: take its number of FP16 channels.
+        states: of `fp32`, `bf16`, `fp16`, `damp`; all by default.
+        batches: requests per step.
+        samples: measured rounds.
+        device: `auto`, `cpu` or `cuda`.
+        progress: called with (stage, done, total).
+
+    Raises:
+        UsageError, NumericError, PlanMismatch, MissingRequirement: as `bench_restore`.
+    """
+    from hybridstate.bench.update import EMBEDDED, FORMATS, PUBLISHED, UpdateDims, run_update
+    from hybridstate.checkpoint import open_checkpoint
+    from hybridstate.plan.compare import verify_against
+    from hybridstate.plan.store import read_plan
+    from hybridstate.trajectories.model import torch_device
+
+    target, given = torch_device(device), None if plan is None else read_plan(plan)
+    if model is None:
+        if given is not None:
+            raise UsageError("a plan needs its model", hint="give MODEL before --plan")
+        dims: tuple[UpdateDims, ...] = (*EMBEDDED, *PUBLISHED)
+    else:
+        checkpoint = open_checkpoint(model)
+        if given is not None:
+            verify_against(given, checkpoint)
+        precision = None if given is None else given.document.precision
+        k_hi = None if precision is None else precision.k_hi
+        name, kind = checkpoint.name, checkpoint.spec.family.kind
+        sizes = dict.fromkeys(
+            (n.key_heads, n.value_heads, n.key_dim, n.value_dim) for n in checkpoint.spec.layers
+        )
+        dims = tuple(UpdateDims(name, kind, *size, k_hi) for size in sizes)
+    return run_update(
+        dims=dims,
+        batches=batches,
+        formats=states or FORMATS,
+        device=target,
+        samples=samples,
+        progress=progress,
+    )
+
+
+def bench_decode(
+    model: str | Path,
+    *,
+    plan: str | Path | None = None,
+    states: Sequence[str] | None = None,
+    batches: Sequence[int] | None = None,
+    input_tokens: int = 256,
+    output_tokens: int = 64,
+    k_hi: int | None = None,
+    graph: bool = True,
+    device: str = "auto",
+    progress: "Progress | None" = None,
+) -> "Decoded":
+    """Time per output token with the state in our pool; only the pool exists between steps.
+
+    Args:
+        model: folder or embedded name, original or exported.
+        plan: key order and FP16 channels of the packed state.
+        states: of `fp32`, `bf16`, `fp16`, `damp`; the first and the last by default.
+        batches: sequences decoded at once.
+        input_tokens, output_tokens: prefilled, and decoded and timed, per sequence.
+        k_hi: FP16 channels without a plan.
+        graph: capture the step in a CUDA graph on a GPU.
+        device: `auto`, `cpu` or `cuda`.
+        progress: called with (stage, done, total).
+
+    Raises:
+        UsageError, NumericError, PlanMismatch, MissingRequirement: as `bench_restore`.
+    """
+    from hybridstate.bench.decode import Options, run_decode
+    from hybridstate.plan.store import read_plan
+    from hybridstate.trajectories.model import load_model
+    from hybridstate.trajectories.prompts import heldout_text
+
+    given = None if plan is None else read_plan(plan)
+    if given is not None and k_hi is not None:
+        raise UsageError("a plan brings its own FP16 channels", hint="give either --plan or --k-hi")
+    options = Options(
+        input_tokens=input_tokens, output_tokens=output_tokens, k_hi=k_hi, graph=graph
+    ).given(states, batches)
+    options.check()
+    loaded = load_model(str(model), device=device)
+    return run_decode(
+        loaded, options.on(loaded.device.type), heldout_text(), plan=given, progress=progress
+    )

@@ -1,0 +1,157 @@
+"""What the bench verbs print: their results as tables."""
+
+from typing import Any
+
+from hybridstate.cli.output import Output
+
+Rows = list[tuple[object, ...]]
+
+
+def restore_tables(out: Output, result: dict[str, Any]) -> None:
+    """Arms, DASC against random masks, interventions, and the checks behind them."""
+    protocol, check = result["protocol"], result["check"]
+    tasks = protocol["tasks"]
+    arms = [arm for arm in result["arms"] if arm["seed"] is None]
+    out.table(
+        f"{result['model']}: restoring {protocol['tokens']} tokens on {protocol['device']}, "
+        f"{protocol['questions']} synthetic questions per task",
+        (
+            "arm",
+            f"{protocol['unit']}s kept",
+            "bytes",
+            "ratio",
+            "replayed",
+            *(f"{task} %" for task in tasks),
+            "prose KL",
+            "+/-",
+            "bits/byte",
+            "TTFT ms",
+        ),
+        [_restore_row(arm, tasks) for arm in arms],
+        note="KL in nats per token against the dense restore, with its standard error; ratio of the whole "
+        f"checkpoint, BF16 convolution windows included; median of {arms[0]['ttft_s']['count']} requests",
+    )
+    rows: Rows = [
+        (
+            entry["w_max"],
+            entry["kind"] if entry["metric"] == "accuracy" else f"prose {entry['metric']}",
+            _share(entry["dasc"], entry),
+            _share(entry["random_mean"], entry),
+            None if entry["random_sd"] is None else _share(entry["random_sd"], entry),
+            _share(entry["difference"], entry),
+            " to ".join(_share(bound, entry) for bound in entry["interval_95"]),
+            f"{100 * max(o['jaccard'] for o in entry['overlap']):.0f}",
+        )
+        for entry in result["comparisons"]
+    ]
+    if rows:
+        out.table(
+            f"DASC (NR) against {len(protocol['mask_seeds'])} random masks with the same counts",
+            ("W_max", "", "DASC", "random", "SD", "difference", "95 % interval", "overlap %"),
+            rows,
+            note="paired over questions, bootstrap; SD over masks; overlap is the largest Jaccard index",
+        )
+    if result["interventions"]:
+        out.table(
+            "what the model loses without its state or its KV",
+            ("taken away", *(f"{task} %" for task in tasks), "prose bits/byte"),
+            [
+                (
+                    arm["arm"],
+                    *(100 * arm["tasks"][task]["accuracy"] for task in tasks),
+                    arm["prose"]["bits_per_byte"],
+                )
+                for arm in result["interventions"]
+            ],
+        )
+    out.text(
+        f"check: dense checkpoint bit-equal; {check['recompute_kl']:.2g} nats from full recomputation "
+        f"(at most {check['recompute_kl_limit']:g}), {100 * check['same_answers']:.1f} % same answers"
+    )
+
+
+def _restore_row(arm: dict[str, Any], tasks: list[str]) -> tuple[object, ...]:
+    kept = f"{arm['retained_units']:,}/{arm['units']:,}" if arm["units"] else None
+    return (
+        arm["arm"],
+        kept,
+        arm["checkpoint_bytes"] or None,
+        None if arm["ratio_full"] is None else f"{arm['ratio_full']:.2f}x",
+        arm["replayed_tokens"],
+        *(100 * arm["tasks"][task]["accuracy"] for task in tasks),
+        arm["prose"]["kl"],
+        arm["prose"]["kl_se"],
+        f"{arm['prose']['bits_per_byte']:.3f}",
+        1e3 * arm["ttft_s"]["median"],
+    )
+
+
+def _share(value: float, entry: dict[str, Any]) -> str:
+    return f"{100 * value:.1f} %" if entry["metric"] == "accuracy" else f"{value:.4f}"
+
+
+def update_tables(out: Output, result: dict[str, Any]) -> None:
+    """One line per layer, batch and format."""
+    faster = {(s["dims"], s["batch"], s["state"]): s["fp32_over_this"] for s in result["speedups"]}
+    out.table(
+        f"one update of the recurrent state on {result['device']['name']}",
+        ("layer", "batch", "state", "ran", "bits", "us", "p90", "GB/s", "pass GB/s", "FP32/this"),
+        [
+            (
+                row["dims"]["name"],
+                row["batch"],
+                row["state"],
+                row["backend"],
+                row["bits_per_value"],
+                1e6 * row["step_s"]["median"],
+                1e6 * row["step_s"]["p90"],
+                row["gb_per_s"],
+                row["pass_gb_per_s"],
+                _times(faster.get((row["dims"]["name"], row["batch"], row["state"]))),
+            )
+            for row in result["rows"]
+        ],
+        note=f"{result['protocol']['inputs']}; every step was first checked against float64"
+        + _reference_note(result["rows"]),
+    )
+
+
+def decode_tables(out: Output, result: dict[str, Any]) -> None:
+    """One line per batch and format, and the checks."""
+    faster = {(s["batch"], s["state"]): s["fp32_over_this"] for s in result["speedups"]}
+    out.table(
+        f"{result['model']}: time per output token on {result['device']['name']}",
+        ("batch", "state", "ran", "step", "state bytes", "ms", "p90", "state GB/s", "FP32/this"),
+        [
+            (
+                row["batch"],
+                row["state"],
+                row["backend"],
+                row["mode"],
+                row["state_bytes_per_request"],
+                1e3 * row["tpot_s"]["median"],
+                1e3 * row["tpot_s"]["p90"],
+                row["state_gb_per_s"],
+                _times(faster.get((row["batch"], row["state"]))),
+            )
+            for row in result["rows"]
+        ],
+        note=f"{result['protocol']['input_tokens']} tokens in, {result['protocol']['output_tokens']} "
+        f"timed; state bytes per request, convolution included; key order: "
+        f"{result['protocol']['key_order']}" + _reference_note(result["rows"]),
+    )
+    for check in result["checks"]:
+        out.text(
+            f"check: {check['state']} logits {check['logit_error']:.1e} from the simulated run "
+            f"(at most {check['logit_limit']:.0e}), {check['logit_distance_to_fp32']:.1e} from FP32"
+        )
+
+
+def _reference_note(rows: list[dict[str, Any]]) -> str:
+    if all(row["backend"] != "reference" for row in rows):
+        return ""
+    return "; the reference ran, so times say nothing about the kernels"
+
+
+def _times(value: float | None) -> str | None:
+    return None if value is None else f"{value:.2f}x"

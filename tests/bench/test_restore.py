@@ -1,0 +1,150 @@
+"""`bench restore`: the gate, the report's numbers, its refusals."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hybridstate.bench.restore as module
+from hybridstate.bench.cases import Options, make_cases, prose_texts
+from hybridstate.bench.cutoffs import selections_at
+from hybridstate.bench.restore import recompute_agrees, run_restore
+from hybridstate.errors import NumericError, UsageError
+from hybridstate.plan.accounting import account
+from hybridstate.quality.arms import Outcomes
+from hybridstate.trajectories.model import LoadedModel, load_model
+from hybridstate.trajectories.prompts import heldout_text
+
+OPTIONS = Options(("recall", "counts"), questions=3, tokens=256, seeds=2, repeats=2, rows=16)
+
+
+@pytest.fixture(scope="module", params=["tiny_gdn", "tiny_kda"])
+def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+    folder: Path = request.getfixturevalue(request.param)
+    return load_model(str(folder))
+
+
+@pytest.fixture(scope="module")
+def result(loaded: LoadedModel) -> dict[str, Any]:
+    options = Options(**{name: getattr(OPTIONS, name) for name in OPTIONS.__slots__})
+    selections = selections_at(loaded, (16, 64))
+    found = run_restore(loaded, selections, options, heldout_text()).to_json()
+    found["selections"] = selections
+    return found
+
+
+def test_report_is_json_with_every_arm(loaded: LoadedModel, result: dict[str, Any]) -> None:
+    assert json.loads(json.dumps({**result, "selections": None}, allow_nan=False))
+    names = [arm["arm"] for arm in result["arms"]]
+    assert names[:2] == ["dense", "recompute"]
+    assert names[2:6] == ["nr-16", "wr-16", "random-16-1234", "random-16-2027"]
+    assert all(len(arm["tasks"]["recall"]["exact_samples"]) == 3 for arm in result["arms"])
+
+
+def test_bytes_and_ratios_are_those_of_the_accounting(
+    loaded: LoadedModel, result: dict[str, Any]
+) -> None:
+    arms = {arm["arm"]: arm for arm in result["arms"]}
+    for selection in result["selections"]:
+        accounting = account(loaded.spec, selection)
+        for policy in ("nr", "wr"):
+            arm = arms[f"{policy}-{selection.w_max}"]
+            assert arm["checkpoint_bytes"] == accounting.ragged_bytes
+            assert arm["ratio_full"] == accounting.ratio_full_ragged
+            assert arm["ratio_temporal"] == accounting.ratio_temporal_ragged
+            assert arm["retained_units"] == sum(selection.counts)
+        expected = min(
+            selection.w_replay, max(result["protocol"]["lengths_tokens"]["prose"]["prefix"])
+        )
+        assert arms[f"wr-{selection.w_max}"]["replayed_tokens"] == expected
+
+
+def test_recompute_agrees_with_dense_and_times_are_kept(result: dict[str, Any]) -> None:
+    check = result["check"]
+    assert check["dense_restore_bit_equal"] == {"states": True, "conv": True, "logits": True}
+    assert 0 <= check["recompute_kl"] < 1e-4
+    for arm in result["arms"]:
+        timed = arm["ttft_s"]
+        assert (timed is None) == (arm["seed"] is not None)
+        assert timed is None or len(timed["samples"]) == 2
+
+
+def test_comparison_is_the_paired_mean_over_the_same_questions(result: dict[str, Any]) -> None:
+    arms = {arm["arm"]: arm for arm in result["arms"]}
+    entry = next(c for c in result["comparisons"] if (c["w_max"], c["metric"]) == (64, "kl"))
+    random = [arms[f"random-64-{seed}"]["prose"]["kl_samples"] for seed in (1234, 2027)]
+    ours = np.array(arms["nr-64"]["prose"]["kl_samples"])
+    means = np.mean(random, axis=1)
+    assert entry["random_mean"] == pytest.approx(means.mean())
+    assert entry["random_sd"] == pytest.approx(means.std(ddof=1))
+    assert entry["difference"] == pytest.approx((ours - np.mean(random, axis=0)).mean())
+    assert entry["interval_95"][0] <= entry["difference"] <= entry["interval_95"][1]
+    assert len(entry["overlap"]) == 2
+
+
+def test_prompts_have_equal_lengths_and_are_labelled_synthetic(
+    loaded: LoadedModel, result: dict[str, Any]
+) -> None:
+    protocol = result["protocol"]
+    assert protocol["task_data"] == "synthetic"
+    for kind, lengths in protocol["lengths_tokens"].items():
+        assert all(len(found) == 1 for found in lengths.values()), kind
+    total = {
+        k: sum(v[p][0] for p in ("prefix", "suffix")) for k, v in protocol["lengths_tokens"].items()
+    }
+    assert total == {"recall": 256, "counts": 256, "prose": 256 + 64}
+
+
+def test_same_options_give_the_same_cases(loaded: LoadedModel) -> None:
+    first, second = (make_cases(loaded, OPTIONS, heldout_text()) for _ in range(2))
+    assert all(
+        torch.equal(a.context, b.context) and torch.equal(a.target, b.target)
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def test_broken_unpack_refuses_to_report(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = module.load
+
+    def damaged(buffer: torch.Tensor, *rest: Any) -> None:
+        changed = buffer.clone()
+        changed[5] ^= 1
+        real(changed, *rest)
+
+    monkeypatch.setattr(module, "load", damaged)
+    with pytest.raises(NumericError, match="does not come back bit for bit"):
+        run_restore(loaded, selections_at(loaded, (16,)), OPTIONS, heldout_text())
+
+
+def test_dense_far_from_recompute_refuses_to_report(loaded: LoadedModel) -> None:
+    outcomes, zero, far = Outcomes(), np.zeros(3), np.full(3, 0.1)
+    case = make_cases(loaded, OPTIONS, heldout_text())[0]
+    outcomes.add("dense", case, zero, zero, zero)
+    outcomes.add("recompute", case, zero, zero, far)
+    with pytest.raises(NumericError, match="nothing is reported"):
+        recompute_agrees(outcomes, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tasks": ("recal",)}, "unknown task 'recal'"),
+        ({"tasks": ()}, "no task given"),
+        ({"seeds": 6}, "--seeds takes 0 to 5"),
+        ({"questions": 0}, "--questions must be at least 1"),
+        ({"tokens": 100}, "--tokens must be at least 256"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Options(**options).check()
+
+
+def test_prose_too_short_is_refused() -> None:
+    with pytest.raises(UsageError, match="320 are needed"):
+        list(prose_texts("short", OPTIONS))

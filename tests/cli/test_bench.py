@@ -1,0 +1,144 @@
+"""`hybridstate bench` through the application: documents, tables, files, exit codes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from hybridstate import api
+from hybridstate.cli.main import app
+from tests.plan.calibrated import write_calibration
+from tests.tiny import write_checkpoint
+
+SMALL = ("--questions", "2", "--tokens", "256", "--seeds", "1", "--repeats", "1", "--rows", "8")
+SHORT = ("--input-tokens", "24", "--output-tokens", "2", "--batch", "1", "--k-hi", "4")
+GPU = torch.cuda.is_available()
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["bench", *(str(a) for a in arguments)])
+
+
+def document(result: Result) -> dict[str, Any]:
+    found = json.loads(result.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_restore_prints_arms_and_comparison(tiny_kda: Path) -> None:
+    result = run("restore", tiny_kda, "--w-max", "64", "--tasks", "recall", *SMALL)
+    assert result.exit_code == 0, result.output
+    first_cells = [line.split()[0] for line in result.stdout.splitlines() if line.split()]
+    assert [c for c in first_cells if c in ("dense", "recompute", "nr-64", "wr-64")] == [
+        "dense",
+        "recompute",
+        "nr-64",
+        "wr-64",
+    ]
+    assert "2 synthetic questions per task" in result.stdout
+    assert "check: dense checkpoint bit-equal" in result.stdout
+
+
+def test_restore_writes_a_folder_with_document_and_figure(tiny_gdn: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    result = run("restore", tiny_gdn, "--w-max", "64", *SMALL, "-o", target, "--json")
+    assert result.exit_code == 0, result.output
+    assert sorted(p.name for p in target.iterdir()) == [
+        "restore.csv",
+        "restore.json",
+        "restore.png",
+    ]
+    stored = json.loads((target / "restore.json").read_text())
+    shown = document(result)["result"]
+    assert stored["result"] == {k: v for k, v in shown.items() if k != "provenance"}
+    found_torch = stored["provenance"]["torch"].split("+")[0]
+    assert found_torch == torch.__version__.split("+")[0]
+    assert stored["command"] == "bench restore"
+    assert str(tmp_path) not in (target / "restore.json").read_text()
+
+
+def test_plan_gives_the_cutoff_of_the_loaded_checkpoint(tiny_kda: Path, tmp_path: Path) -> None:
+    calibration = write_calibration(tmp_path / "calibration", tiny_kda)
+    exported = tmp_path / "exported"
+    api.export_plan(tiny_kda, out=exported, w_max=32, calibration=calibration)
+    found = [
+        document(run("restore", folder, "--plan", exported, *SMALL, "--json"))["result"]
+        for folder in (tiny_kda, exported)
+    ]
+    for result in found:
+        assert {a["w_max"] for a in result["arms"]} == {None, 32}
+    for one, two in zip(found[0]["arms"], found[1]["arms"], strict=True):
+        if one["seed"] is None:  # the same units, wherever the export put their channels
+            assert one["checkpoint_bytes"] == two["checkpoint_bytes"]
+            assert one["prose"]["kl"] == pytest.approx(two["prose"]["kl"], rel=1e-2, abs=1e-7)
+
+
+def test_decode_writes_one_file_and_labels_the_reference(tiny_gdn: Path, tmp_path: Path) -> None:
+    target = tmp_path / "decode.json"
+    result = run("decode", tiny_gdn, *SHORT, "-o", target)
+    assert result.exit_code == 0, result.output
+    assert GPU or "the reference ran" in result.stdout
+    stored = json.loads(target.read_text())
+    assert [row["state"] for row in stored["result"]["rows"]] == ["fp32", "damp"]
+    assert all(row["tpot_s"]["samples"] for row in stored["result"]["rows"])
+    again = run("decode", tiny_gdn, *SHORT, "-o", target)
+    assert (again.exit_code, "exists" in again.stderr) == (2, True)
+
+
+def test_decode_takes_the_plan_of_an_exported_checkpoint(tiny_kda: Path, tmp_path: Path) -> None:
+    calibration = write_calibration(tmp_path / "calibration", tiny_kda)
+    api.export_plan(tiny_kda, out=tmp_path / "exported", calibration=calibration)
+    options = ("--input-tokens", "24", "--output-tokens", "2", "--batch", "1", "--json")
+    found = document(run("decode", tiny_kda, "--plan", tmp_path / "exported", *options))
+    assert found["result"]["protocol"]["key_order"] == "plan"
+    both = run("decode", tiny_kda, "--plan", tmp_path / "exported", "--k-hi", "4", *options)
+    assert both.exit_code == 2
+
+
+def test_update_takes_its_sizes_from_the_model(tiny_gdn: Path) -> None:
+    found = document(run("update", tiny_gdn, "--batch", "1", "--samples", "2", "--json"))
+    dims = found["result"]["rows"][0]["dims"]
+    assert (dims["key_heads"], dims["value_heads"]) == (2, 6)
+    assert (dims["key_dim"], dims["value_dim"]) == (8, 12)
+    assert found["result"]["provenance"]["hybridstate"]
+
+
+@pytest.mark.skipif(GPU, reason="asks for a GPU that is not there")
+@pytest.mark.parametrize("verb", ["restore", "decode", "update"])
+def test_gpu_asked_for_and_absent_ends_with_seven(verb: str, tiny_kda: Path) -> None:
+    result = run(verb, tiny_kda, "--device", "cuda", "--json")
+    assert result.exit_code == 7
+    assert document(result)["error"]["code"] == "missing-requirement"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("restore", "--w-max", "3"), "at least 4"),
+        (("restore", "--tasks", "sums"), "unknown task 'sums'"),
+        (("decode", "--state", "fp8"), "--state fp8"),
+        (("update", "--state", "fp8"), "unknown state format"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_bad_options_end_with_two(arguments: tuple[str, ...], message: str, tiny_kda: Path) -> None:
+    verb, *rest = arguments
+    result = run(verb, tiny_kda, *rest, "--json")
+    assert result.exit_code == 2
+    assert message in document(result)["error"]["message"]
+
+
+def test_plan_of_another_model_ends_with_six(tiny_kda: Path, tmp_path: Path) -> None:
+    other = write_checkpoint(tmp_path / "other", "kimi_linear", seed=4)
+    api.export_plan(other, out=tmp_path / "plan", w_max=64)
+    assert run("restore", tiny_kda, "--plan", tmp_path / "plan", *SMALL).exit_code == 6
+
+
+def test_folder_in_use_is_refused_before_any_work(tiny_kda: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    result = run("restore", tiny_kda, "-o", tmp_path, "--json")
+    assert result.exit_code == 2
+    assert "not empty" in document(result)["error"]["message"]
