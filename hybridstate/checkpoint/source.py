@@ -228,7 +228,11 @@ def _resolve(model: str) -> tuple[Path, str, tuple[str, ...]]:
         embedded = Path(__file__).resolve().parent.parent / "models" / model
         if embedded.is_dir():
             return embedded, model, ()
-        raise SourceError(f"the embedded model {model} is not part of this installation")
+        raise SourceError(
+            f"the embedded model {model} is not part of this installation",
+            hint="install hybridstate again, or give a model folder",
+            model=model,
+        )
     match = None if model.startswith((".", "/", "~")) else _HUB_NAME.match(model)
     if match is not None:
         repo, revision = match["repo"], match["revision"]

@@ -1,6 +1,6 @@
 """The `hybridstate` command. Verbs live in one module each, with `register(app)`."""
 
-import importlib.util
+import importlib
 import os
 import sys
 from typing import Annotated, Any, Final
@@ -53,9 +53,7 @@ def root(
 
 def _register_verbs() -> None:
     for verb in VERBS:
-        name = f"hybridstate.cli.{verb}"
-        if importlib.util.find_spec(name) is not None:
-            importlib.import_module(name).register(app)
+        importlib.import_module(f"hybridstate.cli.{verb}").register(app)
 
 
 _register_verbs()
