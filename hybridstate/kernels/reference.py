@@ -78,26 +78,35 @@ def quantise_groups(x: Tensor, group: int = GROUP, *, check: bool = True) -> tup
     Raises:
         NumericError: `x` holds a NaN or an infinity.
     """
-    if check and not bool(torch.isfinite(x).all()):
-        first = torch.nonzero(~torch.isfinite(x))[0].tolist()
-        raise NumericError(
-            f"state to quantise is not finite at index {first}",
-            index=first,
-            expected="finite values",
-        )
     width = x.shape[-1]
-    padded = torch.nn.functional.pad(x, (0, -width % group)).unflatten(-1, (-1, group))
-    scales = (padded.abs().amax(-1) / 127.0).to(torch.float32)
+    padded = x if width % group == 0 else torch.nn.functional.pad(x, (0, -width % group))
+    groups = padded.unflatten(-1, (-1, group))
+    scales = (groups.abs().amax(-1) / 127.0).to(torch.float32)
+    # the maximum passes on every NaN and infinity, and is a group's size smaller than the state
+    if check and not bool(torch.isfinite(scales).all()):
+        _refuse_non_finite(x)
     divisor = torch.where(scales > 0, scales, torch.ones_like(scales)).to(x.dtype).unsqueeze(-1)
-    codes = torch.round(padded / divisor).clamp_(-127, 127)
-    codes = torch.where((scales > 0).unsqueeze(-1), codes, torch.zeros_like(codes))
-    return codes.flatten(-2)[..., :width].to(torch.int8), scales
+    codes = (groups / divisor).round_().clamp_(-127, 127)
+    return codes.to(torch.int8).flatten(-2)[..., :width], scales
+
+
+def _refuse_non_finite(x: Tensor) -> None:
+    """Name the first value that float32 cannot hold."""
+    first = torch.nonzero(~torch.isfinite(x.to(torch.float32)))[0].tolist()
+    raise NumericError(
+        f"state to quantise is not finite at index {first}",
+        index=first,
+        expected="finite values",
+    )
 
 
 def dequantise_groups(codes: Tensor, scales: Tensor, group: int = GROUP) -> Tensor:
     """code * scale: int8 [..., V] and float32 [..., ceil(V / group)] to float32 [..., V]."""
-    expanded = scales.repeat_interleave(group, dim=-1)[..., : codes.shape[-1]]
-    return codes.to(torch.float32) * expanded
+    width = codes.shape[-1]
+    if width % group == 0:
+        groups: Tensor = codes.unflatten(-1, (-1, group)).to(torch.float32) * scales.unsqueeze(-1)
+        return groups.flatten(-2)
+    return codes.to(torch.float32) * scales.repeat_interleave(group, dim=-1)[..., :width]
 
 
 def recurrent_step(
