@@ -130,6 +130,7 @@ def calibrate(
     seed: int = 0,
     temperature: float | None = None,
     device: str = "cpu",
+    dtype: str = "auto",
     lower_bound: float | None = None,
     force: bool = False,
     progress: "Progress | None" = None,
@@ -146,6 +147,7 @@ def calibrate(
         seed: of the prompt draw, the sampling and the random channels.
         temperature: of the reference trajectories; by default 1.0 for embedded models, else greedy.
         device: `auto`, `cpu` or `cuda`.
+        dtype: of the weights; `auto` is float32 on a CPU and bfloat16 on a GPU.
         lower_bound: see `analyze`.
         force: replace files of an earlier calibration.
         progress: called with (stage, done, total); stages record, score, validate.
@@ -160,7 +162,7 @@ def calibrate(
     from hybridstate.quant.calibration import fingerprint, record_batches, score, trajectory_store
     from hybridstate.quant.risk import check_k_hi
     from hybridstate.quant.simulate import simulate
-    from hybridstate.trajectories.model import load_model
+    from hybridstate.trajectories.model import load_model, torch_dtype
     from hybridstate.trajectories.prompts import make_prompts, read_texts, shipped_texts
     from hybridstate.trajectories.protocol import protocol
 
@@ -169,7 +171,7 @@ def calibrate(
         check_output_folder(target, force=force)
     settings = protocol(profile, temperature=temperature, **options)
     texts = shipped_texts() if prompts is None else read_texts(Path(prompts))
-    loaded = load_model(model, device=device, lower_bound=lower_bound)
+    loaded = load_model(model, device=device, dtype=torch_dtype(dtype), lower_bound=lower_bound)
     channels = check_k_hi(k_hi, loaded.spec)
     drawn = make_prompts(loaded.encode, texts, settings, seed=seed)
     run = fingerprint(loaded, drawn, settings, seed)

@@ -72,6 +72,14 @@ def calibrate(
     ] = None,
     seed: Seed = 0,
     device: Device = "auto",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            "--dtype",
+            metavar="auto|float32|bfloat16",
+            help="Of the weights; auto is float32 on a CPU, bfloat16 on a GPU.",
+        ),
+    ] = "auto",
     lower_bound: LowerBound = None,
     dry_run: DryRun = False,
     force: Force = False,
@@ -104,6 +112,7 @@ def calibrate(
             seed=seed,
             temperature=temperature,
             device=device,
+            dtype=dtype,
             lower_bound=lower_bound,
             force=force,
             progress=out.progress,

@@ -7,7 +7,7 @@ update, unlike the INT8 of a checkpoint).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -95,6 +95,12 @@ class Arm:
     low: Format
     protected: tuple[torch.Tensor, ...] | None = None
     high: Format = FORMATS["fp16"]
+
+    def to(self, device: torch.device) -> "Arm":
+        """The arm with its channels on a device, so that no update copies them."""
+        if self.protected is None:
+            return self
+        return replace(self, protected=tuple(channels.to(device) for channels in self.protected))
 
     def reconstruct(self, state: torch.Tensor, ordinal: int) -> torch.Tensor:
         """What storage returns for one layer's state `[B, H, K, V]`."""

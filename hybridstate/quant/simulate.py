@@ -113,6 +113,8 @@ def simulate(
     group = max(1, batch // len(arms))
     updates = generated.shape[1] - 1
     starts = range(0, len(prompts), group)
+    arms = tuple(arm.to(loaded.device) for arm in arms)
+    generated = generated.to(loaded.device, torch.int64)
     parts: list[_Pass] = []
     for done, start in enumerate(starts):
 
@@ -178,10 +180,11 @@ def _pass(
     saturated = [0] * len(arms)
     with swap(loaded, decode=requantised_decode(arms)):
         for update in range(1, updates + 1):
-            logits = decode(loaded, generated[everyone, update - 1].long(), cache)
-            following = generated[:, update].long().to(logits.device)
+            logits = decode(loaded, generated[everyone, update - 1], cache)
             at = update - 1
-            kl[:, :, at], same_top[:, :, at], nll[:, :, at] = compare(logits, following, len(arms))
+            kl[:, :, at], same_top[:, :, at], nll[:, :, at] = compare(
+                logits, generated[:, update], len(arms)
+            )
             if update in steps:
                 present = recurrent_states(cache)
                 errors.append(state_errors(present, len(arms)))

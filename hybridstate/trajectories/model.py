@@ -68,6 +68,7 @@ __all__ = [
     "states",
     "swap",
     "torch_device",
+    "torch_dtype",
 ]
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -142,7 +143,11 @@ class LoadedModel:
     """The forward argument that takes a cache: `past_key_values`, from 5.24 on `cache`."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids without special tokens; raises `SourceError` for a model without tokenizer."""
+        """Token ids without special tokens.
+
+        Raises:
+            SourceError: no tokenizer, or one with more tokens than the model embeds.
+        """
         if self.tokenizer is None:
             raise SourceError(
                 f"{self.checkpoint.path}: no tokenizer files, so text cannot be encoded",
@@ -150,7 +155,20 @@ class LoadedModel:
                 expected=list(TOKENIZER_FILES),
             )
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        if ids and max(ids) >= self.vocabulary:
+            raise SourceError(
+                f"{self.checkpoint.path}: the tokenizer gives token {max(ids)}, the model embeds "
+                f"{self.vocabulary}",
+                hint="the tokenizer files belong to another model",
+                found=max(ids),
+                expected=f"below {self.vocabulary}",
+            )
         return ids
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the model embeds."""
+        return int(self.model.config.get_text_config(decoder=True).vocab_size)
 
 
 _RUNNING: list[tuple[Recurrence, int]] = []
@@ -208,6 +226,22 @@ def load_model(
         if "cache" in inspect.signature(model.forward).parameters
         else "past_key_values",
     )
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def torch_dtype(name: str) -> torch.dtype | None:
+    """The dtype of that name; None for `auto`, which `load_model` resolves.
+
+    Raises:
+        UsageError: unknown name.
+    """
+    if name == "auto":
+        return None
+    if name not in DTYPES:
+        raise UsageError(f"{name!r} is not a dtype here", hint=f"auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def torch_device(device: str) -> torch.device:

@@ -184,8 +184,7 @@ def stop_tokens(loaded: LoadedModel) -> list[int]:
         found.update(value if isinstance(value, list | tuple) else [value])
     if loaded.tokenizer is not None:
         found.update(loaded.tokenizer.all_special_ids)
-    size = loaded.model.config.get_text_config(decoder=True).vocab_size
-    return sorted(token for token in found if token is not None and 0 <= token < size)
+    return sorted(token for token in found if token is not None and 0 <= token < loaded.vocabulary)
 
 
 def check_states(

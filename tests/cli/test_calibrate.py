@@ -69,6 +69,7 @@ def test_dry_run_counts_and_writes_nothing(run: Any, tiny_gdn: Path, tmp_path: P
         (["--temperature", "nan"], 2, "--temperature must be"),
         (["--seed", "-1"], 2, "--seed must not be negative"),
         (["--device", "quantum"], 2, "is not a device"),
+        (["--dtype", "int3"], 2, "is not a dtype"),
         (["--prompts", "absent.jsonl"], 3, "cannot read prompts"),
     ],
 )

@@ -147,6 +147,14 @@ def test_bad_options_are_refused_before_the_model_runs(tiny_gdn: Path, tmp_path:
         calibrate(tiny_gdn, None, profile="slow")
 
 
+def test_no_protected_channels_is_plain_int8(tiny_kda: Path) -> None:
+    found = calibrate(tiny_kda, None, k_hi=0)
+    rows = {row.format: row for row in found.divergences}
+    assert rows["damp"].bits_per_value == rows["int8-step"].bits_per_value
+    assert rows["damp"].kl == pytest.approx(rows["int8-step"].kl, rel=1e-3)
+    assert found.scores.protected[0].shape == (4, 0)
+
+
 def test_loops_and_saturation_are_reported(tiny_gdn: Path) -> None:
     loaded = load_model(tiny_gdn)
     settings = protocol("quick", **SMALL)

@@ -223,3 +223,9 @@ def test_absent_hardware_and_tokenizer_are_named(tmp_path: Path) -> None:
 def test_byte_tokenizer_encodes_bytes(tmp_path: Path) -> None:
     folder = str(write_checkpoint(tmp_path / "a", tokenizer=True))
     assert load_model(folder).encode("A \n") == [65, 32, 10]
+
+
+def test_a_tokenizer_of_another_model_is_named(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "a", tokenizer=True, vocab=100)
+    with pytest.raises(SourceError, match="the tokenizer gives token 111, the model embeds 100"):
+        load_model(folder).encode("no")
