@@ -209,20 +209,19 @@ def _segment(
     # exp(-800) is zero in float64, and a finite floor keeps -inf - -inf out of the differences.
     log_decay = g.to(torch.float64).clamp_min(-800.0)
     total = log_decay.cumsum(3)
+    to_last = total[:, :, :, -1:] - total
     if per_channel:
         q, k = q.repeat_interleave(repeat, 1), k.repeat_interleave(repeat, 1)
         kk, qk = _channel_products(q, k, log_decay)
-        from_start, to_end = total.exp(), (total[:, :, :, -1:] - total).exp()
     else:
-        pair = total.unsqueeze(-1) - total.unsqueeze(-2)
+        pair = (total.unsqueeze(-1) - total.unsqueeze(-2)).to(state.dtype)
         above = torch.ones(size, size, dtype=torch.bool, device=g.device).triu(1)
-        pair = pair.masked_fill(above, float("-inf")).exp().to(state.dtype)
+        pair = pair.masked_fill_(above, float("-inf")).exp()
         kk = (k @ k.mT).repeat_interleave(repeat, 1) * pair
         qk = (q @ k.mT).repeat_interleave(repeat, 1) * pair
         q, k = q.repeat_interleave(repeat, 1), k.repeat_interleave(repeat, 1)
-        from_start = total.exp().unsqueeze(-1)
-        to_end = (total[:, :, :, -1:] - total).exp().unsqueeze(-1)
-    from_start, to_end = from_start.to(state.dtype), to_end.to(state.dtype)
+        total, to_last = total.unsqueeze(-1), to_last.unsqueeze(-1)
+    from_start, to_end = total.to(state.dtype).exp(), to_last.to(state.dtype).exp()
     right = torch.cat([v, k * from_start], -1) * beta
     solved = torch.linalg.solve_triangular(kk * beta, right, upper=False, unitriangular=True)
     values, reads = solved.split([v.shape[-1], k.shape[-1]], -1)

@@ -251,8 +251,9 @@ def test_non_finite_input_is_refused_with_its_place(bad: float) -> None:
         quantise_groups(x)
 
 
-def test_gradients_reach_every_input() -> None:
-    args = [x.requires_grad_() for x in inputs("kda", 1, 40, 2, 2, 4, 6)]
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_reach_every_input(kind: str) -> None:
+    args = [x.requires_grad_() for x in inputs(kind, 1, 40, 2, 2, 4, 6)]
     o, state = chunk_prefill(*args)
     (o.sum() + state.sum()).backward()
     assert all(x.grad is not None and torch.isfinite(x.grad).all() for x in args)
