@@ -174,7 +174,7 @@ def _request(
         slot = torch.zeros(1, dtype=torch.int64, device=loaded.device)
         window = min(arm.w_replay, prefix.length) if arm.policy == "wr" else 0
         replayed = {window: replay(loaded, prefix, window)} if window else {}
-        restore_into(buffer, arm, pool, slot[0], replayed, prefix.length, 0)
+        restore_into(buffer, arm, pool, slot, replayed, prefix.length, 0)
         past = resume(loaded, prefix.kv, *pool.read(slot))
     return int(forward(loaded, suffix, past, logits_to_keep=1)[0, -1].argmax())
 

@@ -169,8 +169,8 @@ def chunk_prefill(
     Args:
         q, k, v, g, beta: see the module docstring; any float dtypes, T at least 1.
         initial_state: [B, H, K, V] or None for zeros.
-        chunk: tokens per chunk; default 64 with one decay per head, 32 with one per channel
-            (also the most there).
+        chunk: tokens per chunk; by default equal pieces of at most 64 with one decay per head and
+            32 with one per channel (also the most there).
 
     Returns:
         o [B, T, H, V] in the dtype of `v`, and the final state [B, H, K, V] in float32 or float64.
@@ -181,7 +181,10 @@ def chunk_prefill(
     _check_shapes(q, k, v, g, beta, initial_state)
     state = _start(q, v, initial_state)
     per_channel = g.dim() == 4
-    size = chunk or (CHUNK_CHANNEL if per_channel else CHUNK_SCALAR)
+    most = CHUNK_CHANNEL if per_channel else CHUNK_SCALAR
+    tokens = min(v.shape[1], SEGMENT)
+    # 71 tokens are two chunks of 36 rather than two of 64: a short suffix pays for no padding
+    size = chunk or -(-tokens // -(-tokens // most))
     if per_channel and size > CHUNK_CHANNEL:
         raise NumericError(
             f"chunk {size} overflows with one decay per channel", found=size, expected=CHUNK_CHANNEL

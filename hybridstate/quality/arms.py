@@ -225,10 +225,10 @@ def _restored(
     slots = pool.alloc(len(group))
     if slots is None:
         raise NumericError(f"{len(group)} sequences for {pool.available} free slots")
-    for (arm, row), slot in zip(group, slots, strict=True):
+    for place, (arm, row) in enumerate(group):
         buffer = store(prefix, row, retained_by(arm))
         check_length(buffer, arm)
-        restore_into(buffer, arm, pool, slot, replayed, prefix.length, row)
+        restore_into(buffer, arm, pool, slots[place : place + 1], replayed, prefix.length, row)
     kv = prefix.rows([row for _, row in group]).kv
     past = resume_slots(loaded, kv, pool, slots)
     pool.free(slots)
@@ -244,15 +244,15 @@ def restore_into(
     length: int,
     row: int,
 ) -> None:
-    """Load one checkpoint into a slot and settle its omitted units by the arm's policy."""
+    """Load one checkpoint into a slot (`[1]`) and settle its omitted units by the arm's policy."""
     units = retained_by(arm)
     load(buffer, units, pool, int(slot))
     window = min(arm.w_replay, length)
     if arm.policy == "wr" and window:
         states = [state[row : row + 1] for state in replayed[window]]
-        refresh(pool, slot.view(1), units, states)
+        refresh(pool, slot, units, states)
     else:
-        zero_fill(pool, slot.view(1), units)
+        zero_fill(pool, slot, units)
 
 
 def retained_by(arm: Arm) -> Units:
