@@ -1,0 +1,1 @@
+"""How the embedded models were made: data, recipe, evaluation. Run ``python -m training``."""
