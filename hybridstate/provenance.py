@@ -95,9 +95,12 @@ def _version(distribution: str) -> str | None:
 
 
 def _git(root: Path) -> dict[str, Any]:
-    """Commit of the checkout that this package runs from, nothing outside a checkout."""
+    """Commit of the checkout that this package runs from.
+
+    A copy without `.git` names it through `HYBRIDSTATE_COMMIT`; elsewhere it is unknown.
+    """
     if not (root / ".git").exists():
-        return {"commit": None, "modified": None}
+        return {"commit": os.environ.get("HYBRIDSTATE_COMMIT") or None, "modified": None}
 
     def run(*arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments]

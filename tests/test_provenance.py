@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridstate import __version__
+from hybridstate import __version__, provenance
 from hybridstate.errors import SourceError, UsageError
 from hybridstate.provenance import (
     canonical_json,
@@ -150,3 +150,12 @@ def test_file_is_replaced_in_one_step(tmp_path: Path) -> None:
     assert (tmp_path / "sub" / "x").read_bytes() == b"2"
     with pytest.raises(UsageError, match="cannot write"):
         write_file(tmp_path / "sub" / "x" / "y", b"3")
+
+
+def test_commit_of_a_copy_without_git_comes_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYBRIDSTATE_COMMIT", "0" * 40)
+    assert provenance._git(tmp_path) == {"commit": "0" * 40, "modified": None}
+    monkeypatch.delenv("HYBRIDSTATE_COMMIT")
+    assert provenance._git(tmp_path) == {"commit": None, "modified": None}
