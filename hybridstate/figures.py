@@ -272,9 +272,13 @@ def restore_figure(result: Mapping[str, Any], model: str, folder: Path) -> None:
         dense = value("dense")
         rows.append((kind, metric, "dense", "", _g(dense), ""))
         axes.axhline(dense, color=COLOURS[6], linewidth=0.9, label="dense")
-        for policy, label, colour in (("nr", "zeros (NR)", 0), ("wr", "replay (WR)", 2)):
+        # open and large below filled and small: both show where they coincide
+        for policy, label, colour, style in (
+            ("nr", "zeros (NR)", COLOURS[0], {"markersize": 9, "fillstyle": "none"}),
+            ("wr", "replay (WR)", COLOURS[2], {"markersize": 4, "linestyle": ":"}),
+        ):
             values = [value(f"{policy}-{w}") for w in cutoffs]
-            axes.plot(cutoffs, values, "o-", markersize=4, color=COLOURS[colour], label=label)
+            axes.plot(cutoffs, values, marker="o", color=colour, label=label, **style)
             rows += [
                 (kind, metric, policy, w, _g(v), "") for w, v in zip(cutoffs, values, strict=True)
             ]
@@ -303,7 +307,7 @@ def restore_figure(result: Mapping[str, Any], model: str, folder: Path) -> None:
             "prose: KL to dense, nats/token" if metric == "kl" else f"{kind}: exact answers",
             fontsize=9,
         )
-        axes.set_ylim(*((-0.03, 1.03) if metric == "accuracy" else (0.0, None)))
+        axes.set_ylim(*((-0.05, 1.05) if metric == "accuracy" else (0.0, None)))
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{model}: after restoring a cached prefix", fontsize=10, x=0.01, ha="left")
     handles, labels = panels[0].get_legend_handles_labels()

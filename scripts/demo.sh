@@ -4,6 +4,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 hybridstate=${HYBRIDSTATE:-.venv/bin/hybridstate}
+# The models are so small that a second thread gains little, and on a busy machine costs much.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 out=${DEMO_FOLDER:-demo}
 w_max=64       # cutoff of the exported plan
 questions=8    # per task, and prose prefixes

@@ -52,7 +52,12 @@ def source_line(path: Path, document: dict[str, Any]) -> str:
     ]
     if env.get("commit"):
         parts.append(f"commit {env['commit'][:12]}")
-    return "Source: " + ", ".join(parts) + "."
+    command = (
+        f" Command: `hybridstate {' '.join(document['arguments'])}`."
+        if "arguments" in document
+        else ""
+    )
+    return "Source: " + ", ".join(parts) + "." + command
 
 
 # --- blocks of the README and of docs/results.md ----------------------------------------------------
@@ -87,12 +92,13 @@ def analyze_block() -> str:
 
 
 def per_model(pattern: str, table: Callable[[dict[str, Any]], str]) -> str:
-    """One table per recorded file, each under the model's name."""
+    """One table per recorded file, each under the model's name where it is about one model."""
     parts = []
     for path, document in recorded(pattern):
         text = table(document["result"])
         if text:
-            parts.append(f"`{model_name(path, document)}`\n\n{text}")
+            name = model_name(path, document)
+            parts.append(text if name == path.stem else f"`{name}`\n\n{text}")
     return "\n\n".join(parts)
 
 
