@@ -43,7 +43,7 @@ class Simulation:
         nll: `[A, S, N]` negative log-likelihood of the token that follows, in nats.
         steps: updates after which states were compared, the last one included.
         state_error: `[steps, A, S]`, ||S^q - S|| / ||S|| per layer, mean over layers.
-        saturated: per arm, values beyond FP16 met in the compared states.
+        saturated: per arm, values beyond FP16 that were to be stored as FP16, at chunk ends and compared updates.
         chunk: prefill tokens between two writes of the state.
     """
 
@@ -64,10 +64,13 @@ def requantise(arms: tuple[Arm, ...], state: torch.Tensor, ordinal: int) -> None
             block.copy_(arm.reconstruct(block, ordinal))
 
 
-def requantised_decode(arms: tuple[Arm, ...]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+def requantised_decode(
+    arms: tuple[Arm, ...], before: Callable[[torch.Tensor, int], None] | None = None
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """A decode function for `swap`: one reference update, then each row block through its storage.
 
-    The output reads the updated state before it is stored, as the fused kernel does.
+    The output reads the updated state before it is stored, as the fused kernel does. `before` sees each
+    layer's updated state and its ordinal, before it is stored.
     """
 
     def step(
@@ -80,6 +83,8 @@ def requantised_decode(arms: tuple[Arm, ...]) -> Callable[..., tuple[torch.Tenso
         initial_state: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         o, state = reference_decode(ordinal, q, k, v, g, beta, initial_state)
+        if before is not None:
+            before(state, ordinal)
         requantise(arms, state, ordinal)
         return o, state
 
@@ -156,12 +161,23 @@ def _pass(
     chunk: int,
     advance: Callable[[int], None],
 ) -> _Pass:
-    count, updates = len(prompts), generated.shape[1] - 1
+    sequences, updates = len(prompts), generated.shape[1] - 1
     tokens = torch.from_numpy(np.stack([p.tokens for p in prompts]))
-    everyone = list(range(count)) * len(arms)
+    everyone = list(range(sequences)) * len(arms)
+
+    saturated = [0] * len(arms)
+    steps = comparison_steps(updates)
+    update = 0
+
+    def count(state: torch.Tensor, ordinal: int) -> None:
+        """Before the store: afterwards nothing lies beyond FP16 any more."""
+        if update == 0 or update in steps:
+            for place, (arm, block) in enumerate(zip(arms, state.chunk(len(arms)), strict=True)):
+                saturated[place] += arm.saturated(block, ordinal)
 
     def store(cache: Any, _done: int) -> None:
         for ordinal, state in enumerate(recurrent_states(cache)):
+            count(state, ordinal)
             requantise(arms, state, ordinal)
 
     # Up to the end of the first chunk all arms are one.
@@ -172,13 +188,11 @@ def _pass(
         rest = tokens[everyone, chunk:]
         _, cache = prefill(loaded, rest, chunk=chunk, cache=cache, after_chunk=store)
 
-    steps = comparison_steps(updates)
-    shape = (len(arms), count, updates)
+    shape = (len(arms), sequences, updates)
     kl, nll = np.empty(shape), np.empty(shape)
     same_top = np.empty(shape, dtype=bool)
     errors: list[NDArray[np.float64]] = []
-    saturated = [0] * len(arms)
-    with swap(loaded, decode=requantised_decode(arms)):
+    with swap(loaded, decode=requantised_decode(arms, count)):
         for update in range(1, updates + 1):
             logits = decode(loaded, generated[everyone, update - 1], cache)
             at = update - 1
@@ -186,12 +200,7 @@ def _pass(
                 logits, generated[:, update], len(arms)
             )
             if update in steps:
-                present = recurrent_states(cache)
-                errors.append(state_errors(present, len(arms)))
-                for ordinal, state in enumerate(present):
-                    blocks = zip(arms, state.chunk(len(arms)), strict=True)
-                    for place, (arm, block) in enumerate(blocks):
-                        saturated[place] += arm.saturated(block, ordinal)
+                errors.append(state_errors(recurrent_states(cache), len(arms)))
             advance(update)
     names = ", ".join(arm.name for arm in arms)
     check_states(loaded, recurrent_states(cache), prompts * len(arms), f"after validating {names}")

@@ -14,7 +14,7 @@ from hybridstate.quant.simulate import (
     simulate,
     state_errors,
 )
-from hybridstate.trajectories.model import LoadedModel, load_model
+from hybridstate.trajectories.model import LoadedModel, load_model, reference_decode
 from hybridstate.trajectories.prompts import Prompt, make_prompts, shipped_texts
 from hybridstate.trajectories.protocol import Protocol
 
@@ -128,6 +128,27 @@ def test_the_prompt_is_stored_at_every_chunk_end(
     np.testing.assert_allclose(whole.state_error[:, 1], 1.0)
     np.testing.assert_allclose(pieces.state_error[:, 1], 1.0)
     np.testing.assert_allclose(whole.nll[0], pieces.nll[0], rtol=1e-5)
+
+
+def test_values_beyond_fp16_are_counted_before_they_are_stored(
+    loaded: LoadedModel, prompts: tuple[Prompt, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Storage clamps them, so a count of what storage returned is always zero."""
+    monkeypatch.setattr(
+        "hybridstate.quant.simulate.reference_decode",
+        lambda ordinal, q, k, v, *rest: reference_decode(ordinal, q, k, 1e9 * v, *rest),
+    )
+    arms = arms_of(loaded)
+    generated = torch.randint(3, 200, (2, 4), generator=torch.Generator().manual_seed(0))
+    found = dict(
+        zip(
+            (arm.name for arm in arms),
+            simulate(loaded, prompts, generated, arms, chunk=64, batch=36).saturated,
+            strict=True,
+        )
+    )
+    assert found["fp16"] > found["damp"] > 0
+    assert found["fp32"] == found["bf16"] == found["int8-step"] == 0
 
 
 def test_a_state_that_is_not_finite_stops_with_its_place(
