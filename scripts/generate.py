@@ -104,6 +104,7 @@ def per_model(pattern: str, table: Callable[[dict[str, Any]], str]) -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "analyze": analyze_block,
+    "models": lambda: per_model("training.json", tables.training),
     "retained": retained_block,
     "restore": lambda: per_model("restore-*.json", tables.restore),
     "precision": lambda: per_model("calibrate-*.json", tables.precision),
@@ -124,6 +125,7 @@ def readme() -> str:
 
 
 RESULTS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
+    ("The embedded models", "training.json", tables.training),
     ("Restoring a cached prefix", "restore-*.json", tables.restore),
     ("DASC against random masks of the same size", "restore-*.json", tables.advantage),
     ("What the models need their state for", "restore-*.json", tables.interventions),
@@ -149,7 +151,9 @@ def results() -> str:
         if found:
             parts.append(f"## {title}\n")
         for path, document, text in found:
-            parts.append(f"### {model_name(path, document)}\n")
+            name = model_name(path, document)
+            if name != path.stem:
+                parts.append(f"### {name}\n")
             parts.append(f"{text}\n")
             parts.append(f"{source_line(path, document)}\n")
     return "\n".join(parts)

@@ -58,6 +58,35 @@ def retained(analyses: Sequence[Result]) -> str:
     return markdown(["model", "units", "median horizon", *(f"W_max {w}" for w in cutoffs)], rows)
 
 
+# --- training -------------------------------------------------------------------------------------
+
+
+def training(result: Result) -> str:
+    """What the embedded models can do, and what is left without their recurrent state."""
+    models: Mapping[str, Result] = result["models"]
+    rows = [["held-out prose, bits per byte (and with the state zeroed before it)"]]
+    for model in models.values():
+        need = model["need_of_state"]["1024"]
+        before, after = (need[arm]["prose_bits_per_byte"] for arm in ("nothing", "zero-linear"))
+        rows[0].append(f"{model['prose_bits_per_byte']:.3f} ({after - before:+.3f})")
+    for task in next(iter(models.values()))["exact_match"]:
+        cells = []
+        for model in models.values():
+            exact, need = model["exact_match"][task], model["need_of_state"]["1024"]
+            shares = (exact["1024"], exact["6144"], need["zero-linear"][task])
+            cells.append(" / ".join(f"{100 * share:.1f}" for share in shares) + " %")
+        rows.append([f"{task}: 1k / 6k tokens / 1k with the state zeroed", *cells])
+    for w_max in next(iter(models.values()))["retained"]:
+        kept = [model["retained"][w_max] for model in models.values()]
+        rows.append(
+            [
+                f"units retained at W_max {w_max}: initial, trained",
+                *(f"{percent(s['initial'])}, {percent(s['trained'])}" for s in kept),
+            ]
+        )
+    return markdown(["", *(f"`{name}`" for name in models)], rows)
+
+
 # --- bench restore --------------------------------------------------------------------------------
 
 

@@ -172,3 +172,18 @@ def test_update_table_names_layer_batch_and_state() -> None:
     }
     _, _, row = cells(tables.update(result))
     assert row == ["tiny-kda, batch 8, damp", "gluon", "9.875", "12.3 µs", "2.90x", "2,346", ""]
+
+
+def test_training_table_puts_the_zeroed_state_beside_the_answers() -> None:
+    need = {
+        "nothing": {"recall": 0.95, "prose_bits_per_byte": 1.774},
+        "zero-linear": {"recall": 0.0, "prose_bits_per_byte": 1.829},
+    }
+    model = {
+        "prose_bits_per_byte": 1.707,
+        "exact_match": {"recall": {"chance": 0.0, "1024": 0.959, "6144": 0.945}},
+        "need_of_state": {"1024": need},
+        "retained": {"64": {"initial": 0.7, "trained": 0.73}},
+    }
+    _, _, *rows = cells(tables.training({"models": {"tiny": model}}))
+    assert [row[1] for row in rows] == ["1.707 (+0.055)", "95.9 / 94.5 / 0.0 %", "70.0 %, 73.0 %"]
