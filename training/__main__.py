@@ -69,7 +69,7 @@ def _one(arguments: argparse.Namespace) -> None:
 
     values: dict[str, Any] = {"kind": arguments.kind, **RELEASED[arguments.kind]}
     types = {f.name: f.type for f in fields(train.Recipe)}
-    casts = {"int": int, "float": float, "str": str, "bool": lambda v: v == "True"}
+    casts: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": lambda v: v == "True"}
     for item in arguments.set:
         key, _, value = item.partition("=")
         values[key] = casts[str(types[key])](value)
@@ -100,16 +100,16 @@ def _one(arguments: argparse.Namespace) -> None:
         recurrence.limit_autotuning()
         results["kernel_error"] = recurrence.check(recipe.kind, device)
         report(f"kernel against float64: {results['kernel_error']}")
-    run = train.train(recipe, device, arguments.out / f"{stem}.safetensors", report)
+    run = train.train(recipe, device, arguments.out / f"{stem}.partial.safetensors", report)
     results["training"] = train.summary(recipe, run)
     release.write_release(run.model, recipe.kind, arguments.out / stem)
-    os.replace(arguments.out / stem / "model.safetensors", arguments.out / f"{stem}.safetensors")
+    (arguments.out / f"{stem}.partial.safetensors").unlink(missing_ok=True)
     results["retained"] = evaluate.retention(
         run.initial, train.decay_values(run.model), recipe.kind
     )
     sets = dict(pending.get())
     pool.close()
-    small = {"windows": 4, "window": 256} if recipe.smoke else {}
+    small = {"windows": 4, "window": 256, "prose_count": 2} if recipe.smoke else {}
     with recurrence.installed(run.model, recipe.kind, device):
         results |= evaluate.everything(run.model, recipe.kind, sets, device, **small)
     (arguments.out / f"{stem}.json").write_text(json.dumps(results, indent=1) + "\n")

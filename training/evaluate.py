@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -101,10 +101,11 @@ def restored(
     """Return logits over ``tails`` after the cache of ``contexts`` was restored and disturbed by ``arm``."""
     from transformers import DynamicCache
 
-    cache = DynamicCache(config=model.config)
+    cache = DynamicCache(config=model.config)  # type: ignore[arg-type]
     _logits(model, _ids(contexts, device, 1), past_key_values=cache, use_cache=True)
     _disturb(cache, arm)
-    return _logits(model, _ids(tails, device), past_key_values=cache, use_cache=True).logits
+    found = _logits(model, _ids(tails, device), past_key_values=cache, use_cache=True)
+    return cast(Tensor, found.logits)
 
 
 def need_of_state(
@@ -113,6 +114,7 @@ def need_of_state(
     tokens: int,
     device: torch.device,
     text: data.Bytes,
+    prose_count: int = 256,
 ) -> dict[str, dict[str, float]]:
     """Return per arm the exact-match share of every task, and the bits per byte of prose after a filler.
 
@@ -136,7 +138,7 @@ def need_of_state(
                 found = logits[:, start : start + answer.shape[1]].argmax(-1).cpu().numpy()
                 right += int((found == answer).all(1).sum())
             table[arm][task] = right / len(items)
-    count = min(256, len(text) // 4096)
+    count = prose_count
     starts = np.linspace(0, len(text) - 1281, count).astype(int)
     rng = np.random.default_rng(SEED)
     contexts = [text[s : s + 1024].tobytes() for s in starts]
@@ -192,6 +194,7 @@ def everything(
     device: torch.device,
     windows: int = 200,
     window: int = 2048,
+    prose_count: int = 256,
 ) -> dict[str, Any]:
     """Evaluate ``model`` after rounding it to the released file's values."""
     model.eval()
@@ -208,9 +211,13 @@ def everything(
         "questions": len(next(iter(sets.values()))),
         "exact_match": scores,
         "prose_bits_per_byte": bits_per_byte(model, text, device, window, windows),
-        "need_of_state": {str(shortest): need_of_state(model, sets, shortest, device, text)},
+        "need_of_state": {
+            str(shortest): need_of_state(model, sets, shortest, device, text, prose_count)
+        },
     }
     if longest > shortest:
         few = {key: items[:256] for key, items in sets.items() if key[0] in ("recall", "registers")}
-        found["need_of_state"][str(longest)] = need_of_state(model, few, longest, device, text)
+        found["need_of_state"][str(longest)] = need_of_state(
+            model, few, longest, device, text, prose_count
+        )
     return found

@@ -25,7 +25,7 @@ def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], lis
 
 def orthogonal(update: Tensor, steps: int = 5) -> Tensor:
     """Approximate the orthogonal factor of each matrix of ``update`` [n,a,b] by Newton-Schulz iterations."""
-    x = update.bfloat16()
+    x: Tensor = update.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT

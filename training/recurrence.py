@@ -85,7 +85,8 @@ def _convolution(
     from fla.modules.causal_conv1d import causal_conv1d
 
     x = hidden_states.transpose(1, 2)
-    return causal_conv1d(x.contiguous(), weight, activation="silu")[0].transpose(1, 2)
+    out: Tensor = causal_conv1d(x.contiguous(), weight, activation="silu")[0].transpose(1, 2)
+    return out
 
 
 HEAVY = (
@@ -109,11 +110,8 @@ def limit_autotuning(most: int = 3, heavy: int = 8) -> None:
         blocks = [
             abs(math.log2(v / 64)) for v in config.kwargs.values() if isinstance(v, int) and v > 0
         ]
-        return (
-            abs(math.log2(config.num_warps / 4))
-            + 0.4 * abs(config.num_stages - 3)
-            + 0.7 * sum(blocks)
-        )
+        launch = abs(math.log2(config.num_warps / 4)) + 0.4 * abs(config.num_stages - 3)
+        return float(launch + 0.7 * sum(blocks))
 
     for name, module in list(sys.modules.items()):
         if not name.startswith("fla."):
@@ -173,7 +171,8 @@ def check(kind: str, device: torch.device, *, seed: int = 0) -> dict[str, float]
     exact = [x.double().to(device).requires_grad_() for x in inputs]
     out, state = _fused(*fused[:5], initial_state=fused[5], output_final_state=True)
     assert state is not None
-    reference, last = plain(*exact[:5], exact[5], torch.float64)
+    q, k, v, g, beta, initial = exact
+    reference, last = plain(q, k, v, g, beta, initial, torch.float64)
     (
         (out.float() * weight_out.to(device)).sum() + (state * weight_state.to(device)).sum()
     ).backward()
@@ -250,6 +249,5 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, windows: Tensor, scale: float) ->
     out = F.scaled_dot_product_attention(
         split(q).flatten(0, 1), pair(k), pair(v), attn_mask=seen, scale=scale
     )
-    return (
-        out.unflatten(0, (batch, blocks)).transpose(1, 2).reshape(batch, heads, steps, v.shape[-1])
-    )
+    joined: Tensor = out.unflatten(0, (batch, blocks)).transpose(1, 2)
+    return joined.reshape(batch, heads, steps, v.shape[-1])

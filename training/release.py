@@ -128,7 +128,7 @@ def build(kind: str, *, smoke: bool = False) -> nn.Module:
         values["linear_attn_config"] |= {"head_dim": 16, "num_heads": 2}
     values["dtype"] = "float32"
     config = AutoConfig.for_model(values.pop("model_type"), **values)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model.float()
 
 
