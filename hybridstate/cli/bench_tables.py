@@ -87,7 +87,8 @@ def _restore_row(arm: dict[str, Any], tasks: list[str]) -> tuple[object, ...]:
 
 
 def _share(value: float, entry: dict[str, Any]) -> str:
-    return f"{100 * value:.1f} %" if entry["metric"] == "accuracy" else f"{value:.4f}"
+    digits = {"accuracy": f"{100 * value:.1f} %", "kl": f"{value:.3g}"}
+    return digits.get(entry["metric"], f"{value:.4f}")
 
 
 def update_tables(out: Output, result: dict[str, Any]) -> None:

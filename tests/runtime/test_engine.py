@@ -239,3 +239,27 @@ def test_plan_without_a_packed_state_is_refused(
         DecodeEngine(
             load_model(str(folder)), state="damp", slots=1, plan=read_plan(tmp_path / "plan")
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("state", STATE_FORMATS)
+@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])
+def test_captured_steps_equal_eager_ones(
+    family: str, state: str, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    sizes = {"key_dim": 128} | ({"value_dim": 128} if family == "qwen3_5" else {})
+    model = load_model(str(tiny_checkpoint(family, **sizes)), device="cuda")
+    prefix, forced = prefix_of(model), draw(3, STEPS, seed=1).cuda()
+    engine = DecodeEngine(model, state=state, slots=3)
+    assert engine.backend != "reference"
+    eager = run_steps(engine, prefix, forced)
+    run = engine.start(prefix, room=STEPS)
+    problem = run.capture()
+    if problem is not None:
+        run.close()
+        pytest.skip(f"this transformers cannot be captured: {problem}")
+    captured = torch.stack([run.step(column).clone() for column in forced.T])
+    assert run.mode == "cuda-graph"
+    assert run.check_bytes() == engine.pool.slot_bytes
+    run.close()
+    assert relative_rms(captured, eager) < 1e-2
