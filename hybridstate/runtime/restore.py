@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from hybridstate.errors import NumericError, UsageError
 from hybridstate.families import ModelSpec
 from hybridstate.kernels.checkpoint import UnitIndex, pack_units, unpack_units
+from hybridstate.provenance import sha256_bytes
 from hybridstate.runtime.pool import StatePool
 from hybridstate.trajectories.cache import forward, linear_layers, new_cache
 from hybridstate.trajectories.model import LoadedModel
@@ -133,6 +134,12 @@ class Units:
         """Retained units, all units."""
         kept = sum(len(rows) for rows in self.retained.rows)
         return kept, sum(mask.numel() for mask in self.masks)
+
+    @property
+    def digest(self) -> str:
+        """sha256 over the masks, as `Selection.mask_digest` takes it."""
+        masks = (mask.cpu().numpy().astype(np.uint8).tobytes() for mask in self.masks)
+        return sha256_bytes(b"".join(masks))
 
 
 # -- store --------------------------------------------------------------------------------------

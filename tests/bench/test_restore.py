@@ -14,6 +14,7 @@ from hybridstate.bench.cutoffs import selections_at
 from hybridstate.bench.restore import recompute_agrees, run_restore
 from hybridstate.errors import NumericError, UsageError
 from hybridstate.plan.accounting import account
+from hybridstate.plan.select import random_selection
 from hybridstate.quality.arms import Outcomes
 from hybridstate.trajectories.model import LoadedModel, load_model
 from hybridstate.trajectories.prompts import heldout_text
@@ -60,6 +61,18 @@ def test_bytes_and_ratios_are_those_of_the_accounting(
             selection.w_replay, max(result["protocol"]["lengths_tokens"]["prose"]["prefix"])
         )
         assert arms[f"wr-{selection.w_max}"]["replayed_tokens"] == expected
+
+
+def test_every_mask_is_identified(result: dict[str, Any]) -> None:
+    arms = {arm["arm"]: arm for arm in result["arms"]}
+    assert arms["recompute"]["mask_digest"] is None
+    for selection in result["selections"]:
+        w_max = selection.w_max
+        for policy in ("nr", "wr"):
+            assert arms[f"{policy}-{w_max}"]["mask_digest"] == selection.mask_digest
+        for seed in (1234, 2027):
+            drawn = random_selection(selection, seed)
+            assert arms[f"random-{w_max}-{seed}"]["mask_digest"] == drawn.mask_digest
 
 
 def test_recompute_agrees_with_dense_and_times_are_kept(result: dict[str, Any]) -> None:
