@@ -64,7 +64,7 @@ def analyze(
         source=source_of(checkpoint),
         spec=spec,
         gate_input=a_s,
-        gate_input_source="published" if gate_input is None else "given",
+        gate_input_source=spec.default_gate_input_source if gate_input is None else "given",
         epsilon=epsilon,
         horizons=horizons,
         cutoffs=cutoffs,

@@ -205,6 +205,12 @@ class ModelSpec:
         """Representative gate input a_s of DASC 3.3 for this family, else for its gate."""
         return GATE_INPUT.get(self.family.name, GATE_INPUT[self.gate])
 
+    @property
+    def default_gate_input_source(self) -> Literal["published", "assumed"]:
+        """The paper gives one a_s for the softplus gate; of the safe gates, only for Kimi-K3."""
+        known = self.gate == "softplus" or self.family.name in GATE_INPUT
+        return "published" if known else "assumed"
+
     def units(self, layer: LinearLayer) -> int:
         """Units of one layer."""
         return layer.value_heads * (layer.key_dim if self.unit == "channel" else 1)

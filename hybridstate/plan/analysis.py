@@ -93,7 +93,7 @@ class Analysis:
     Attributes:
         source: the model and what was read of it.
         spec: family, gate and geometry.
-        gate_input: a_s, and `gate_input_source`: `published` or `given`.
+        gate_input: a_s, and `gate_input_source`: `published`, `assumed` (no published value for this gate) or `given`.
         epsilon: share still present at the horizon.
         horizons: per linear layer, tokens, `[H]` or `[H, K]`.
         cutoffs: ascending.

@@ -93,7 +93,7 @@ class HorizonsBlock(Block):
 
     epsilon: Annotated[float, Field(gt=0, lt=1)]
     gate_input: float
-    chosen_by: Literal["published", "given", "calibrated"]
+    chosen_by: Literal["published", "assumed", "given", "calibrated"]
 
 
 class SelectedLayer(Block):

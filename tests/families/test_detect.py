@@ -132,7 +132,7 @@ def test_k3_is_told_from_kimi_linear_by_its_tensors_not_by_model_type() -> None:
     for config in ({"model_type": "kimi_k3", "text_config": text}, text):
         spec = detect(shapes, config)
         assert (spec.name, spec.gate, spec.lower_bound) == ("kimi_k3", "safe", -5.0)
-        assert spec.default_gate_input == 0.8
+        assert (spec.default_gate_input, spec.default_gate_input_source) == (0.8, "published")
         assert spec.layers[0].value_heads == 3
 
 
@@ -221,7 +221,7 @@ def test_safe_gate_without_a_bound_is_refused_and_the_option_named() -> None:
     assert "--lower-bound" in str(caught.value.hint)
     spec = detect(shapes, config, lower_bound=-5.0)
     assert (spec.gate, spec.lower_bound) == ("safe", -5.0)
-    assert spec.default_gate_input == 0.0
+    assert (spec.default_gate_input, spec.default_gate_input_source) == (0.0, "assumed")
 
 
 def test_safe_gate_bound_of_the_config_is_used_and_may_not_be_contradicted() -> None:

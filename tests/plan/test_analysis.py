@@ -10,6 +10,7 @@ import pytest
 from hybridstate import api
 from hybridstate.checkpoint import open_checkpoint
 from hybridstate.errors import UsageError
+from hybridstate.families import ModelSpec
 from hybridstate.plan.analysis import horizon_quantiles
 from tests.tiny import bf16, write_checkpoint
 
@@ -57,6 +58,14 @@ def test_given_gate_input_and_epsilon_are_used_and_recorded(tiny_gdn: Path) -> N
     published, given = api.analyze(tiny_gdn), api.analyze(tiny_gdn, gate_input=1.0, epsilon=1e-2)
     assert (given.gate_input, given.gate_input_source, given.epsilon) == (1.0, "given", 1e-2)
     assert all((a > b).all() for a, b in zip(published.horizons, given.horizons, strict=True))
+
+
+def test_a_default_that_no_paper_gives_is_not_called_published(
+    tiny_kda: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelSpec, "default_gate_input_source", "assumed")
+    assert api.analyze(tiny_kda).gate_input_source == "assumed"
+    assert api.analyze(tiny_kda, gate_input=0.0).gate_input_source == "given"
 
 
 def test_two_runs_agree_to_the_byte(tiny_gdn: Path) -> None:
