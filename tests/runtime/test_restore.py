@@ -274,3 +274,15 @@ def test_empty_cache_is_left_empty_by_resume_without_states(loaded: LoadedModel)
     past = resume(loaded, prefix.kv, (), ())
     assert past.get_seq_length() == 8
     assert new_cache(loaded).get_seq_length() == 0
+
+
+def test_checkpoint_that_retains_nothing_is_the_convolution_alone(loaded: LoadedModel) -> None:
+    shapes = [mask.shape for mask in Units.every(loaded.spec).masks]
+    none = select([np.zeros(shape) for shape in shapes], 16)
+    prefix, units = prefix_of(loaded, 21), Units.of(none.retained)
+    assert store(prefix, 0, units).numel() == account(loaded.spec, none).conv_bytes
+    pool, slots = loaded_slots(prefix, units, loaded.spec)
+    zero_fill(pool, slots, units)
+    states, conv = pool.read(slots)
+    assert all(bool((state == 0).all()) for state in states)
+    assert all(map(torch.equal, conv, prefix.conv))
