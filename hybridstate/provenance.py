@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import platform
+import secrets
 import shutil
 import subprocess
 import sys
@@ -97,10 +98,11 @@ def _version(distribution: str) -> str | None:
 def _git(root: Path) -> dict[str, Any]:
     """Commit of the checkout that this package runs from.
 
-    A copy without `.git` names it through `HYBRIDSTATE_COMMIT`; elsewhere it is unknown.
+    Where git cannot tell, `HYBRIDSTATE_COMMIT` names it; else it is unknown.
     """
+    unknown = {"commit": os.environ.get("HYBRIDSTATE_COMMIT") or None, "modified": None}
     if not (root / ".git").exists():
-        return {"commit": os.environ.get("HYBRIDSTATE_COMMIT") or None, "modified": None}
+        return unknown
 
     def run(*arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments]
@@ -112,7 +114,7 @@ def _git(root: Path) -> dict[str, Any]:
         commit = run("rev-parse", "HEAD")
         modified = bool(run("status", "--porcelain", "--untracked-files=no", "--", "hybridstate"))
     except (OSError, subprocess.SubprocessError):
-        return {"commit": None, "modified": None}
+        return unknown
     return {"commit": commit, "modified": modified}
 
 
@@ -125,12 +127,18 @@ def check_output_folder(path: Path, *, force: bool = False, replaces: Sequence[s
             folder as a whole, and no other.
 
     Raises:
-        UsageError: the path is a file, or a folder that is not empty (unless `force`).
+        UsageError: the path is a file, or a folder that is not empty (unless `force`), or it
+            cannot be written.
     """
-    if path.exists() and not path.is_dir():
-        raise UsageError(f"output {path} is a file, a folder is expected", file=str(path))
-    if not path.is_dir() or not any(path.iterdir()):
-        return
+    try:
+        if (path.exists() or path.is_symlink()) and not path.is_dir():
+            what = "a file" if path.exists() else "a link to nothing"
+            raise UsageError(f"output {path} is {what}, a folder is expected", file=str(path))
+        check_writable(path)
+        if not path.is_dir() or not any(path.iterdir()):
+            return
+    except OSError as error:
+        raise _cannot_write(path, error) from error
     if not force:
         what = "it" if replaces else "files of the same name"
         raise UsageError(
@@ -147,6 +155,48 @@ def check_output_folder(path: Path, *, force: bool = False, replaces: Sequence[s
         )
 
 
+def check_writable(path: Path) -> None:
+    """Refuse a place where nothing can be made; call before any work.
+
+    Raises:
+        UsageError: the nearest existing folder above `path` is a file or cannot be written.
+        OSError: the name is too long, or a folder above cannot be entered.
+    """
+    nearest = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    if not nearest.is_dir() and nearest != path.absolute():
+        raise UsageError(f"cannot write {path}: {nearest} is a file", file=str(path))
+    if not os.access(nearest, os.W_OK):
+        why = "read-only file system or missing permission"
+        raise UsageError(
+            f"cannot write {path}: {nearest} refuses it ({why})",
+            hint="choose another place with -o",
+            file=str(path),
+        )
+
+
+def check_apart(path: Path, *inputs: str | Path | None) -> None:
+    """Refuse to replace a folder that holds what the result is made from.
+
+    Raises:
+        UsageError: an input is `path` or lies in it.
+    """
+    target = path.resolve()
+    for given in inputs:
+        if given is None or not Path(given).expanduser().exists():
+            continue
+        place = Path(given).expanduser().resolve()
+        if target == place or target in place.parents:
+            raise UsageError(
+                f"output folder {path} would replace {given}, which is read",
+                hint="choose another folder",
+                file=str(path),
+            )
+
+
+def _cannot_write(path: Path, error: OSError) -> UsageError:
+    return UsageError(f"cannot write {path}: {error.strerror or error}", file=str(path))
+
+
 @contextmanager
 def fresh_folder(
     path: Path, *, force: bool = False, replaces: Sequence[str] = ()
@@ -157,21 +207,26 @@ def fresh_folder(
     as well, the old folder goes as a whole (see `check_output_folder`).
 
     Raises:
-        UsageError: see `check_output_folder`; or the parent cannot be written.
+        UsageError: see `check_output_folder`; or the disk is full or refuses.
     """
     check_output_folder(path, force=force, replaces=replaces)
-    path = path.absolute()  # "." has no name to put a sibling beside
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    path = (
+        path.resolve()
+    )  # "." has no name to put a sibling beside, a link may lead to another disk
+    partial = _partial_folder(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}", file=str(path)) from error
+        raise _cannot_write(path, error) from error
     try:
         yield partial
         if not path.is_dir():
             partial.replace(path)
         elif not replaces or not any(path.iterdir()):
+            _merge(partial, path)
+        elif partial.parent == path:
+            _empty(path, keep=partial)
             _merge(partial, path)
         else:
             old = path.with_name(f".{path.name}.old-{os.getpid()}")
@@ -182,8 +237,36 @@ def fresh_folder(
                 old.replace(path)
                 raise
             shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        if _ours(error, path, partial):
+            raise _cannot_write(path, error) from error
+        raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _partial_folder(path: Path) -> Path:
+    """Beside `path`, or in it where it is a mount point or its parent cannot be written."""
+    name = f".{path.name}.partial-{secrets.token_hex(4)}"  # a killed run's may still be there
+    if path.is_dir() and (path.is_mount() or not os.access(path.parent, os.W_OK)):
+        return path / name
+    return path.with_name(name)
+
+
+def _ours(error: OSError, path: Path, partial: Path) -> bool:
+    """Whether an error comes from writing the output: a failed `write` names no file."""
+    if error.filename is None:
+        return error.errno is not None
+    places = [Path(os.fsdecode(name)) for name in (error.filename, error.filename2) if name]
+    return any(f in (place, *place.parents) for f in (path, partial) for place in places)
+
+
+def _empty(folder: Path, *, keep: Path) -> None:
+    for item in folder.iterdir():
+        if item.is_dir() and not item.is_symlink() and item != keep:
+            shutil.rmtree(item)
+        elif item != keep:
+            item.unlink()
 
 
 def _merge(source: Path, target: Path) -> None:
@@ -207,7 +290,7 @@ def write_file(path: Path, data: bytes) -> None:
         partial.write_bytes(data)
         partial.replace(path)
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}", file=str(path)) from error
+        raise _cannot_write(path, error) from error
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)

@@ -1,5 +1,7 @@
 """Canonical JSON, digests, versions, and folders that appear whole or not at all."""
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ from hybridstate import __version__, provenance
 from hybridstate.errors import SourceError, UsageError
 from hybridstate.provenance import (
     canonical_json,
+    check_apart,
     check_output_folder,
     environment,
     fresh_folder,
@@ -157,5 +160,83 @@ def test_commit_of_a_copy_without_git_comes_from_the_environment(
 ) -> None:
     monkeypatch.setenv("HYBRIDSTATE_COMMIT", "0" * 40)
     assert provenance._git(tmp_path) == {"commit": "0" * 40, "modified": None}
+    (tmp_path / ".git").mkdir()
+    assert provenance._git(tmp_path) == {"commit": "0" * 40, "modified": None}
     monkeypatch.delenv("HYBRIDSTATE_COMMIT")
     assert provenance._git(tmp_path) == {"commit": None, "modified": None}
+
+
+def test_full_disk_is_a_usage_error_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="out: No space left"), fresh_folder(tmp_path / "out"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_error_of_another_file_stays_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), fresh_folder(tmp_path / "out"):
+        (tmp_path / "input").read_bytes()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_places_that_cannot_be_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name, message in (
+        ("file/below", "is a file"),
+        ("dangling", "a link to nothing"),
+        ("loop", "a link to nothing"),
+        ("a" * 300, "too long"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            check_output_folder(tmp_path / name)
+
+
+def test_folder_that_refuses_writing_is_found_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(UsageError, match="refuses it"):
+        check_output_folder(tmp_path / "out")
+
+
+@pytest.mark.parametrize("replaces", [(), ("mark",)])
+def test_mount_point_is_filled_from_inside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaces: tuple[str, ...]
+) -> None:
+    """A sibling would lie on another disk, from which nothing can be renamed."""
+    target = tmp_path / "volume"
+    target.mkdir()
+    (target / "mark").write_text("old")
+    (target / "other").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda self: self == target)
+    with fresh_folder(target, force=True, replaces=replaces) as folder:
+        assert folder.parent == target
+        (folder / "mark").write_text("new")
+    assert (target / "mark").read_text() == "new"
+    kept = {"mark"} if replaces else {"mark", "other"}
+    assert {path.name for path in target.iterdir()} == kept
+
+
+def test_link_to_a_folder_is_filled_where_it_leads(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with fresh_folder(tmp_path / "link") as folder:
+        (folder / "a").write_text("x")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "a").read_text() == "x"
+
+
+def test_remains_of_a_killed_run_are_in_nobodys_way(tmp_path: Path) -> None:
+    (tmp_path / f".out.partial-{os.getpid()}").mkdir()
+    with fresh_folder(tmp_path / "out") as folder:
+        (folder / "a").write_text("x")
+    assert (tmp_path / "out" / "a").exists()
+
+
+def test_output_must_not_replace_what_is_read(tmp_path: Path) -> None:
+    (tmp_path / "out" / "model").mkdir(parents=True)
+    for given in (tmp_path / "out", tmp_path / "out" / "model"):
+        with pytest.raises(UsageError, match="would replace"):
+            check_apart(tmp_path / "x" / ".." / "out", given)
+    check_apart(tmp_path / "out", None, "tiny-kda", tmp_path)

@@ -93,7 +93,7 @@ def calibrate(
     it writes calibration.json and calibration.safetensors for export-plan.
     """
     with command("calibrate", model=model, json=json, quiet=quiet) as out:
-        from hybridstate.provenance import check_output_folder
+        from hybridstate.provenance import check_output_folder, environment
 
         _check(temperature, seed)
         if output is not None:
@@ -102,6 +102,7 @@ def calibrate(
             _dry_run(out, model, profile, temperature, lower_bound, output)
             return
         from hybridstate import api
+        from hybridstate.bench.timing import device_record
 
         found = api.calibrate(
             model,
@@ -121,6 +122,8 @@ def calibrate(
             out.warn(warning)
         _tables(out, found)
         result = found.to_json()
+        hardware = device_record(result["versions"]["device"])
+        result["provenance"] = environment(device=hardware["name"], hardware=hardware)
         if output is not None:
             names = ("calibration.json", "calibration.safetensors")
             result["written"] = [str(output / name) for name in names]

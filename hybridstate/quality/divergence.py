@@ -28,6 +28,7 @@ class Divergence:
             and sequences, and its standard error.
         state_error_steps: the same mean after 1, 2, 4, ... updates.
         saturated: values beyond FP16 met where FP16 is stored.
+        samples: per sequence, mean KL, share of equal top tokens and final state error.
     """
 
     format: str
@@ -40,10 +41,14 @@ class Divergence:
     state_error_error: float | None
     state_error_steps: tuple[float, ...]
     saturated: int
+    samples: dict[str, tuple[float, ...]]
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return asdict(self) | {"state_error_steps": list(self.state_error_steps)}
+        return asdict(self) | {
+            "state_error_steps": list(self.state_error_steps),
+            "samples": {name: list(values) for name, values in self.samples.items()},
+        }
 
 
 def divergences(simulation: Simulation, *, key_dim: int, value_dim: int) -> tuple[Divergence, ...]:
@@ -65,6 +70,11 @@ def divergences(simulation: Simulation, *, key_dim: int, value_dim: int) -> tupl
                 state_error_error=standard_error(error),
                 state_error_steps=tuple(simulation.state_error[:, place].mean(1).tolist()),
                 saturated=simulation.saturated[place],
+                samples={
+                    "kl": tuple(kl.tolist()),
+                    "top1": tuple(simulation.same_top[place].mean(1).tolist()),
+                    "state_error": tuple(error.tolist()),
+                },
             )
         )
     return tuple(rows)

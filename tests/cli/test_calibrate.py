@@ -38,7 +38,8 @@ def test_json_is_one_document_and_files_are_named(run: Any, tiny_kda: Path, tmp_
         "calibration.safetensors",
     ]
     written = json.loads((out / "calibration.json").read_text())
-    assert written == {k: v for k, v in found.items() if k != "written"}
+    assert found["provenance"]["hardware"]["device"] == "cpu"
+    assert written == {k: v for k, v in found.items() if k not in ("written", "provenance")}
     assert "wrote calibration.json" in result.stderr
 
 

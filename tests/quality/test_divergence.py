@@ -36,7 +36,12 @@ def test_means_are_over_positions_then_sequences_with_errors_over_sequences() ->
     assert damp.state_error_steps == pytest.approx((0.05, 0.2))
     assert damp.saturated == 7
     assert damp.bits_per_value == pytest.approx((2 * 16 + 6 * 9) / 8)
-    assert damp.to_json()["state_error_steps"] == list(damp.state_error_steps)
+    document = damp.to_json()
+    assert document["state_error_steps"] == list(damp.state_error_steps)
+    samples = document["samples"]
+    assert samples["kl"] == pytest.approx([0.2, 0.2, 0.6])
+    assert samples["top1"] == pytest.approx([0.5, 1, 1])
+    assert samples["state_error"] == pytest.approx([0.1, 0.2, 0.3])
 
 
 def test_one_sequence_has_no_standard_error() -> None:
