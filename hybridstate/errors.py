@@ -11,7 +11,27 @@ HybridStateError
 Anything else that escapes is a bug and ends with exit code 1.
 """
 
+import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
+
+
+def one_line(text: str) -> str:
+    """Text whose control characters, possibly from a file name or a config, are shown escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def plain(value: Any) -> Any:
+    """A value as strict JSON can hold it: NaN and infinity as text, what JSON lacks as text."""
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return str(value)
 
 
 class HybridStateError(Exception):
@@ -27,9 +47,9 @@ class HybridStateError(Exception):
     code: ClassVar[str] = "bug"
 
     def __init__(self, message: str, *, hint: str | None = None, **context: Any) -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = one_line(message)
+        super().__init__(self.message)
+        self.hint = None if hint is None else one_line(hint)
         self.context = context
 
     def to_json(self) -> dict[str, Any]:
@@ -38,7 +58,7 @@ class HybridStateError(Exception):
             "code": self.code,
             "message": self.message,
             "hint": self.hint,
-            "context": self.context,
+            "context": plain(self.context),
         }
 
 

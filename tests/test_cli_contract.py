@@ -322,3 +322,52 @@ def test_narrow_output_loses_nothing(tiny_gdn: Path) -> None:
         return {word for word in text.split() if any(c.isdigit() for c in word)}
 
     assert numbers(wide.stdout) <= numbers(narrow.stdout)
+
+
+# --- streams that end early --------------------------------------------------------------------------
+
+
+def _shell(line: str) -> Run:
+    program = f'"{sys.executable}" -m hybridstate'
+    return _execute(["bash", "-c", line.replace("hybridstate", program, 1)], None, {})
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("hybridstate analyze tiny-kda | true; exit ${PIPESTATUS[0]}", 0),
+        ("hybridstate analyze tiny-kda --json | true; exit ${PIPESTATUS[0]}", 0),
+        ("hybridstate analyze --help | true; exit ${PIPESTATUS[0]}", 0),
+        ("hybridstate analyze tiny-kda >&-", 0),
+        ("hybridstate analyze tiny-kda >&- 2>&-", 0),
+        ("hybridstate analyze nowhere 2>&1 >/dev/null | true; exit ${PIPESTATUS[0]}", 3),
+        ("hybridstate analyze tiny-kda >/dev/full", 2),
+        ("hybridstate analyze tiny-kda --json >/dev/full", 2),
+        ("hybridstate analyze nowhere --json >/dev/full", 3),
+        ("hybridstate --help >/dev/full", 2),
+        ("hybridstate analyze tiny-kda 2>/dev/full", 0),
+    ],
+)
+def test_stream_that_ends_early_is_no_bug(line: str, code: int) -> None:
+    result = _shell(line)
+    assert result.code == code, result.stderr
+    assert "Traceback" not in result.stderr
+    assert "bug" not in result.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a pipe that breaks")
+def test_unread_remarks_do_not_stop_the_work(tiny_gdn: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    done = _shell(f"hybridstate analyze {tiny_gdn} -o {target} 2>&1 >/dev/null | true")
+    assert done.code == 0
+    assert (target / "analysis.json").exists()
+
+
+def test_unparsable_command_line_is_one_line_and_a_hint() -> None:
+    result = run("analyze")
+    assert result.code == 2
+    assert result.stdout == ""
+    assert result.stderr.splitlines() == [
+        "error: Missing argument 'MODEL'.",
+        "hint: see hybridstate analyze --help",
+    ]

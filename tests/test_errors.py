@@ -1,6 +1,11 @@
 """Every error class has its own exit code and is drawn in the module docstring."""
 
+import json
+import math
+from pathlib import Path
+
 from hybridstate import errors
+from hybridstate.errors import NumericError, SourceError
 
 
 def test_each_class_has_its_documented_code() -> None:
@@ -22,3 +27,15 @@ def test_error_carries_message_hint_and_facts() -> None:
         "hint": "fetch it",
         "context": {"file": "x", "found": 1},
     }
+
+
+def test_message_and_hint_stay_one_line_whatever_a_file_is_called() -> None:
+    error = SourceError("no x\ny\x1b[31m", hint="try a\rb")
+    assert error.message == str(error) == r"no x\ny\x1b[31m"
+    assert error.hint == r"try a\rb"
+
+
+def test_context_is_strict_json() -> None:
+    found = NumericError("x", found=math.nan, index=[1, -math.inf], file=Path("a")).to_json()
+    assert found["context"] == {"found": "nan", "index": [1, "-inf"], "file": "a"}
+    json.dumps(found, allow_nan=False)

@@ -3,6 +3,7 @@
 import importlib
 import os
 import sys
+from contextlib import suppress
 from typing import Annotated, Any, Final
 
 import typer
@@ -61,18 +62,38 @@ _register_verbs()
 
 def main() -> None:
     """Entry point of the console script: run, and report unparsable command lines our way."""
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure: Any = getattr(stream, "reconfigure", None)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller (`>&-`)
+            null = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
+            setattr(sys, name, null)
+        reconfigure: Any = getattr(getattr(sys, name), "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="replace")
     arguments = sys.argv[1:]
     try:
         code = app(args=arguments, prog_name="hybridstate", standalone_mode=False)
+        sys.stdout.flush()
     except (typer.Abort, KeyboardInterrupt):
         code = 130
+    except SystemExit as stop:  # typer's answer to a reader that has seen enough
+        code = 0 if isinstance(stop.__context__, BrokenPipeError) else stop.code
+    except OSError as error:
+        code = _unprintable(error)
     except Exception as error:
         code = _usage(error, arguments)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _unprintable(error: OSError) -> int:
+    """Exit code where help or version cannot be printed."""
+    from hybridstate.cli.output import silence_stdout
+
+    silence_stdout()
+    if isinstance(error, BrokenPipeError):
+        return 0
+    with suppress(OSError):
+        typer.echo(f"error: cannot write to standard output: {error.strerror}", err=True)
+    return 2
 
 
 def _usage(error: Exception, arguments: list[str]) -> int:
@@ -80,13 +101,16 @@ def _usage(error: Exception, arguments: list[str]) -> int:
     describe: Any = getattr(error, "format_message", None)
     if describe is None:
         raise error
-    show: Any = getattr(error, "show", None)
-    if "--json" not in arguments:
-        show()
+    message = describe()
+    if "--json" not in arguments and "\n" in message:  # a bare group, answered with its help
+        show: Any = getattr(error, "show", None)
+        with suppress(OSError):
+            show()
     else:
         from hybridstate.cli.output import usage_failure
 
         context: Any = getattr(error, "ctx", None)
         path = context.command_path if context is not None else "hybridstate"
-        usage_failure(path.removeprefix("hybridstate").strip(), describe(), f"see {path} --help")
+        verb = path.removeprefix("hybridstate").strip()
+        usage_failure(verb, message, f"see {path} --help", json="--json" in arguments)
     return int(getattr(error, "exit_code", 2))

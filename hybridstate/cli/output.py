@@ -5,6 +5,7 @@ warnings, errors and progress go to stderr; progress is a bar on a terminal and 
 about every ten seconds. `HYBRIDSTATE_DEBUG=1` shows the traceback of an error.
 """
 
+import errno
 import json as json_format
 import os
 import re
@@ -13,13 +14,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from hybridstate.errors import HybridStateError
+from hybridstate.errors import HybridStateError, SourceError, UsageError, one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,6 +34,8 @@ PROGRESS_LINE_SECONDS: Final = 10.0
 
 _NUMBER: Final = re.compile(r"^(-|inf|-?[\d,.]+(e[+-]?\d+)?[x%]?)$")
 """Cells of a column that is aligned to the right."""
+
+_CANNOT_WRITE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 _REPORT_BUG: Final = "this is a bug in hybridstate; set HYBRIDSTATE_DEBUG=1 to see the traceback"
 
@@ -155,9 +158,10 @@ class Output:
     def _say(self, message: str, *, style: str | None = None) -> None:
         """One line on stderr, above a running bar."""
         console = self._bar.console if self._bar is not None else _console(sys.stderr)
-        console.print(
-            _printable(message), style=style, markup=False, highlight=False, soft_wrap=True
-        )
+        with suppress(OSError):  # nobody reads stderr any more; the work goes on
+            console.print(
+                _printable(message), style=style, markup=False, highlight=False, soft_wrap=True
+            )
 
     def _envelope(self, ok: bool) -> dict[str, Any]:
         return {
@@ -171,7 +175,21 @@ class Output:
         }
 
     def _succeed(self) -> None:
+        """Print the result; a reader that has seen enough (`| head`) is no failure."""
         self._stop_bar()
+        try:
+            self._print_result()
+            sys.stdout.flush()
+        except BrokenPipeError:
+            silence_stdout()
+        except OSError as error:
+            silence_stdout()
+            raise UsageError(
+                f"cannot write the result to standard output: {error.strerror}",
+                hint="the work itself is done",
+            ) from error
+
+    def _print_result(self) -> None:
         if self.json:
             _print_json(self._envelope(ok=True))
             return
@@ -186,8 +204,12 @@ class Output:
     def _fail(self, error: dict[str, Any]) -> None:
         self._stop_bar()
         if self.json:
-            _print_json(self._envelope(ok=False) | {"error": error})
-        self._say(f"error: {error['message']}".replace("\n", " "), style="bold red")
+            try:
+                _print_json(self._envelope(ok=False) | {"error": error})
+                sys.stdout.flush()
+            except OSError:
+                silence_stdout()
+        self._say(f"error: {error['message']}", style="bold red")
         if error["hint"]:
             self._say(f"hint: {error['hint']}")
 
@@ -218,9 +240,17 @@ def command(
     except KeyboardInterrupt as error:
         output._fail(_error("interrupted", "interrupted"))
         raise typer.Exit(130) from error
-    except (typer.Exit, BrokenPipeError):
-        output._stop_bar()
+    except typer.Exit:
         raise
+    except OSError as error:
+        if debug:
+            traceback.print_exc()
+        if error.errno is None:
+            output._fail(_error("bug", f"{type(error).__name__}: {error}", _REPORT_BUG))
+            raise typer.Exit(1) from error
+        found = of_the_system(error)
+        output._fail(found.to_json())
+        raise typer.Exit(found.exit_code) from error
     except Exception as error:
         if debug:
             traceback.print_exc()
@@ -230,13 +260,29 @@ def command(
         output._stop_bar()
 
 
-def usage_failure(command_name: str, message: str, hint: str | None) -> None:
-    """Report a command line that could not be parsed, with `--json` on stdout too."""
-    Output(command_name, json=True)._fail(_error("usage", message, hint))
+def usage_failure(command_name: str, message: str, hint: str | None, *, json: bool) -> None:
+    """Report a command line that could not be parsed, with `json` on stdout too."""
+    Output(command_name, json=json)._fail(_error("usage", message, hint))
+
+
+def silence_stdout() -> None:
+    """Drop what could not be printed, so that the interpreter does not try again at its end."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def of_the_system(error: OSError) -> HybridStateError:
+    """What the operating system refused, as the error it is for the user."""
+    kind: type[HybridStateError] = UsageError if error.errno in _CANNOT_WRITE else SourceError
+    what = error.strerror or type(error).__name__
+    name = error.filename if isinstance(error.filename, str) else None
+    if name is None:
+        return kind(f"the system refused to read or write: {what}")
+    return kind(f"{name}: {what}", file=name)
 
 
 def _error(code: str, message: str, hint: str | None = None) -> dict[str, Any]:
-    return {"code": code, "message": message, "hint": hint, "context": {}}
+    return {"code": code, "message": " ".join(message.split()), "hint": hint, "context": {}}
 
 
 def _print_json(document: dict[str, Any]) -> None:
@@ -246,14 +292,18 @@ def _print_json(document: dict[str, Any]) -> None:
 def _console(stream: Any, width: int | None = None) -> "Console":
     from rich.console import Console
 
-    return Console(file=stream, width=width)
+    class Pipe(Console):
+        """Leaves a closed pipe to the caller; Rich itself would end the program."""
+
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    return Pipe(file=stream, width=width)
 
 
 def _printable(text: str) -> str:
-    """Text whose control characters, possibly from a file name or a config, are shown escaped."""
-    return "".join(
-        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
-    )
+    """`one_line` of every line."""
+    return "\n".join(map(one_line, text.split("\n")))
 
 
 def _width() -> int | None:

@@ -1,6 +1,8 @@
 """What a command prints: result on stdout, the rest on stderr, one JSON document, never an ellipsis."""
 
+import errno
 import json
+import os
 from typing import Any
 
 import pytest
@@ -210,3 +212,22 @@ def test_short_stages_print_no_progress_line(capsys: pytest.CaptureFixture[str])
         out.progress(stage, 0, 1)
         out.progress(stage, 1, 1)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 2), (errno.EACCES, 3)])
+def test_what_the_system_refuses_is_no_bug(
+    capsys: pytest.CaptureFixture[str], number: int, code: int
+) -> None:
+    with pytest.raises(typer.Exit) as stop, command("demo", json=True):
+        raise OSError(number, os.strerror(number), "some/file")
+    assert stop.value.exit_code == code
+    found, _ = document(capsys)
+    assert found["error"]["message"] == f"some/file: {os.strerror(number)}"
+
+
+def test_bug_of_many_lines_is_told_in_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit), command("demo", json=True):
+        raise RuntimeError("first\nsecond")
+    found, err = document(capsys)
+    assert found["error"]["message"] == "RuntimeError: first second"
+    assert err.splitlines()[0] == "error: RuntimeError: first second"
