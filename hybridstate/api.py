@@ -241,13 +241,14 @@ def export_plan(
     from hybridstate.plan.build import build_plan
     from hybridstate.plan.calibration import read_calibration
     from hybridstate.plan.store import OUTPUT_MARKS, write_files
-    from hybridstate.provenance import check_output_folder, fresh_folder
+    from hybridstate.provenance import check_apart, check_output_folder, fresh_folder
     from hybridstate.weights.export import ExportedPlan
     from hybridstate.weights.permute import layer_orders
     from hybridstate.weights.rewrite import check_disk, lay_out, write_checkpoint
 
     target = Path(out)
     check_output_folder(target, force=force, replaces=OUTPUT_MARKS)
+    check_apart(target, model, calibration)
     checkpoint = open_checkpoint(model, lower_bound=lower_bound)
     measured = None if calibration is None else read_calibration(calibration)
     if weights and measured is None:

@@ -236,7 +236,7 @@ def test_remains_of_a_killed_run_are_in_nobodys_way(tmp_path: Path) -> None:
 
 def test_output_must_not_replace_what_is_read(tmp_path: Path) -> None:
     (tmp_path / "out" / "model").mkdir(parents=True)
-    for given in (tmp_path / "out", tmp_path / "out" / "model"):
+    for read in (tmp_path / "out", tmp_path / "out" / "model"):
         with pytest.raises(UsageError, match="would replace"):
-            check_apart(tmp_path / "x" / ".." / "out", given)
+            check_apart(tmp_path / "x" / ".." / "out", read)
     check_apart(tmp_path / "out", None, "tiny-kda", tmp_path)

@@ -252,13 +252,19 @@ def check_output(path: Path | None, *, force: bool) -> None:
         UsageError: the file exists, or the folder is not empty, without `--force`.
     """
     from hybridstate.errors import UsageError
-    from hybridstate.provenance import check_output_folder
+    from hybridstate.provenance import check_output_folder, check_writable
 
     if path is None:
         return
     if path.suffix != ".json":
         check_output_folder(path, force=force)
-    elif path.is_dir() or (path.exists() and not force):
+        return
+    try:
+        taken = path.is_dir() or (path.exists() and not force)
+        check_writable(path)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}", file=str(path)) from error
+    if taken:
         raise UsageError(
             f"output {path} exists",
             hint="choose another file, or replace it with --force",

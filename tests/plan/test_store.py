@@ -104,7 +104,7 @@ def test_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("hybridstate.plan.store.canonical", disk_full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(UsageError, match="bundle: No space"):
         write_plan(sample(), tmp_path / "bundle")
     assert list(tmp_path.iterdir()) == []
 
