@@ -66,6 +66,9 @@ def read_header(path: Path) -> Header:
             an unknown dtype, of the wrong size, named twice or overlapping another.
     """
     try:
+        if not path.is_file() and path.exists():
+            what = "a folder" if path.is_dir() else "not a regular file"
+            raise SourceError(f"{path} is {what}, a safetensors file is expected", file=str(path))
         size = path.stat().st_size
         with path.open("rb") as stream:
             length_bytes = stream.read(8)
@@ -142,7 +145,7 @@ def _entry(path: Path, name: str, item: Any, data_start: int) -> TensorEntry:
             file=str(path),
             tensor=name,
         )
-    if dtype not in DTYPE_BITS:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise SourceError(
             f"{path}: {name} has the unknown dtype {dtype!r}",
             file=str(path),

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from hybridstate.checkpoint.header import Header, TensorEntry, decode, read_bytes, read_header
 from hybridstate.errors import NumericError, SourceError
 from hybridstate.families import LinearLayer, ModelSpec, detect
+from hybridstate.families.detect import check_blocks
 from hybridstate.provenance import canonical_json, sha256_bytes
 
 EMBEDDED: Final = ("tiny-gdn", "tiny-kda")
@@ -23,6 +24,7 @@ EMBEDDED: Final = ("tiny-gdn", "tiny-kda")
 
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
+_LONGEST_FILE_NAME: Final = 255
 _HUB_NAME: Final = re.compile(
     r"^(?:hf://)?(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?$"
 )
@@ -85,7 +87,9 @@ class Checkpoint:
     @cached_property
     def spec(self) -> ModelSpec:
         """Family, gate and geometry; raises what `families.detect` raises."""
-        return detect(self.shapes, self.config, lower_bound=self.lower_bound)
+        spec = detect(self.shapes, self.config, lower_bound=self.lower_bound)
+        check_blocks(spec, self.shapes)
+        return spec
 
     def read_raw(self, name: str) -> bytes:
         """Stored bytes of one tensor.
@@ -110,7 +114,7 @@ class Checkpoint:
         """Decay parameters of a layer; read once and kept.
 
         Raises:
-            NumericError: a value is NaN.
+            NumericError: a value is NaN or infinite.
             SourceError: the tensors cannot be read.
         """
         if layer.index not in self._decay:
@@ -133,11 +137,12 @@ class Checkpoint:
         data = self.read_raw(name)
         self._decay_raw[name] = sha256_bytes(data)
         values = decode(name, entry, data).astype(np.float64)
-        bad = np.argwhere(np.isnan(values))
+        bad = np.argwhere(~np.isfinite(values))
         if len(bad):
             index = [int(i) for i in bad[0]]
             raise NumericError(
-                f"{name}{index} is NaN ({len(bad)} of {values.size} values) in {entry.file.name}",
+                f"{name}{index} is {_named(values[tuple(bad[0])])} ({len(bad)} of {values.size} values "
+                f"are not finite) in {entry.file.name}",
                 hint="the checkpoint is damaged; fetch it again",
                 file=str(entry.file),
                 tensor=name,
@@ -170,6 +175,10 @@ class Checkpoint:
         if name not in self.entries:
             raise SourceError(f"{self.path}: no tensor named {name}", tensor=name)
         return self.entries[name]
+
+
+def _named(value: float) -> str:
+    return "NaN" if np.isnan(value) else f"{value:+}"
 
 
 def open_checkpoint(model: str | Path, *, lower_bound: float | None = None) -> Checkpoint:
@@ -213,12 +222,17 @@ def open_checkpoint(model: str | Path, *, lower_bound: float | None = None) -> C
 
 def _resolve(model: str) -> tuple[Path, str, tuple[str, ...]]:
     """Folder, display name and notes of a MODEL argument."""
-    path = Path(model).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(model).expanduser()
+        there = path.exists()
+    except (OSError, RuntimeError) as error:  # too long; a home that does not exist
+        why = getattr(error, "strerror", None) or error
+        raise SourceError(f"no model at {model:.200}: {why}", model=model) from error
+    if there and path.is_dir():
         folder = path.resolve()
         wins = f"{model}: using the local folder {folder}, not the embedded model of that name"
         return folder, folder.name, (wins,) if model in EMBEDDED else ()
-    if path.exists():
+    if there:
         raise SourceError(
             f"{model} is a file; a model is a folder with config.json and safetensors files",
             hint=f"try its folder: {path.parent}",
@@ -253,6 +267,8 @@ def _resolve(model: str) -> tuple[Path, str, tuple[str, ...]]:
 
 def _read_small(path: Path) -> bytes:
     try:
+        if path.exists() and not path.is_file():
+            raise SourceError(f"{path} is not a regular file", file=str(path))
         return path.read_bytes()
     except FileNotFoundError as error:
         raise SourceError(
@@ -302,9 +318,10 @@ def _headers(path: Path) -> tuple[dict[Path, Header], str, tuple[str, ...]]:
         raise SourceError(f"{index_path} has no weight_map", file=str(index_path))
     names = sorted({str(name) for name in weight_map.values()})
     for name in names:
-        if Path(name).name != name or not name.endswith(".safetensors"):
+        proper = name.isprintable() and len(name) <= _LONGEST_FILE_NAME
+        if not proper or Path(name).name != name or not name.endswith(".safetensors"):
             raise SourceError(
-                f"{index_path}: {name!r} is not the name of a safetensors file in this folder",
+                f"{index_path}: {name!r:.120} is not the name of a safetensors file in this folder",
                 file=str(index_path),
             )
         if not (path / name).exists():

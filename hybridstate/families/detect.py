@@ -44,7 +44,9 @@ def detect(
     text = config.get("text_config", config)
     if not isinstance(text, Mapping):
         raise SourceError("config.json: text_config is not an object", found=type(text).__name__)
-    num_layers = _integer(text, ("num_hidden_layers",), "num_hidden_layers")
+    if _lookup(text, ("num_hidden_layers",)) is None and not _linear_blocks(shapes):
+        raise _unsupported(shapes, text, _model_types(config, text), [], False)
+    num_layers = _integer(text, ("num_hidden_layers",), "number of blocks")
     family, prefixes = _match(shapes, config, text, num_layers)
     gate, bound = _gate(family, text, lower_bound)
     layers = tuple(
@@ -61,7 +63,7 @@ def _match(
     shapes: Shapes, config: Mapping[str, Any], text: Mapping[str, Any], num_layers: int
 ) -> tuple[Family, dict[int, str]]:
     """The family whose signature fits every layer that holds A_log, and those layers' prefixes."""
-    model_types = [str(c["model_type"]) for c in (config, text) if "model_type" in c]
+    model_types = _model_types(config, text)
     blocks = _linear_blocks(shapes)
     roots = sorted({root for root, _ in blocks.values()})
     if len(roots) > 1:
@@ -78,6 +80,10 @@ def _match(
             return family, prefixes
         look_alikes.append(family.name)
     raise _unsupported(shapes, text, model_types, look_alikes, bool(prefixes))
+
+
+def _model_types(config: Mapping[str, Any], text: Mapping[str, Any]) -> list[str]:
+    return [str(c["model_type"]) for c in (config, text) if "model_type" in c]
 
 
 def _linear_blocks(shapes: Shapes) -> dict[str, tuple[str, int]]:
@@ -257,15 +263,48 @@ def _check_layer_list(
         return
 
 
+def check_blocks(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Every block that the config counts has a tensor.
+
+    Raises:
+        SourceError: one has none.
+    """
+    num_layers = spec.num_layers
+    match = _BLOCK.match(spec.layers[0].prefix + "x")
+    root = match["root"] if match is not None else ""
+    present = {name[len(root) :].split(".", 1)[0] for name in shapes if name.startswith(root)}
+    missing = [index for index in range(num_layers) if str(index) not in present]
+    if missing:
+        raise SourceError(
+            f"config.json counts {num_layers} blocks, but the checkpoint has no tensor of {root}"
+            f"{missing[0]} ({len(missing)} missing)",
+            hint="the checkpoint is incomplete, or its config belongs to another one",
+            layers=missing[:100],
+        )
+
+
 def _listed(rule: LayerRule, value: Any, num_layers: int) -> set[int] | None:
     """0-based linear blocks by one rule, None where the config does not use it."""
+    if value is None:
+        return None
     if rule.how == "interval":
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            return None
+            raise SourceError(
+                f"config.json: {rule.path} should be a positive integer, found {value!r:.60}",
+                expected=rule.path,
+            )
         return {i for i in range(num_layers) if (i + 1) % value}
     if not isinstance(value, list):
-        return None
+        raise SourceError(
+            f"config.json: {rule.path} should be a list, found {value!r:.60}", expected=rule.path
+        )
     if rule.how == "names":
+        if len(value) < num_layers:
+            raise SourceError(
+                f"config.json: {rule.path} lists {len(value)} blocks, num_hidden_layers says {num_layers}",
+                expected=num_layers,
+                found=len(value),
+            )
         return {i for i, name in enumerate(value[:num_layers]) if name in rule.values}
     if any(isinstance(number, bool) or not isinstance(number, int) for number in value):
         raise SourceError(
@@ -273,6 +312,14 @@ def _listed(rule: LayerRule, value: Any, num_layers: int) -> set[int] | None:
             expected=rule.path,
         )
     base = 1 if rule.how == "one_based" else 0
+    outside = [number for number in value if not base <= number < num_layers + base]
+    if outside:
+        raise SourceError(
+            f"config.json: {rule.path} lists block {outside[0]}, but counts from {base} to "
+            f"{num_layers + base - 1}",
+            expected=rule.path,
+            found=outside[0] if abs(outside[0]) < _LARGEST_SIZE else str(outside[0]),
+        )
     return {number - base for number in value}
 
 
@@ -299,6 +346,10 @@ def _check_shapes(family: Family, layer: LinearLayer, shapes: Shapes) -> None:
         if shape in allowed or (padded and len(shape) == 1 and shape[0] >= heads):
             continue
         raise _wrong_shape(name, layer, shape, allowed[0])
+    for suffix in (s for s in family.axes if "conv1d" in s and s.endswith("weight")):
+        shape = shapes.get(layer.prefix + suffix, (layer.conv_width,))
+        if shape[-1:] != (layer.conv_width,):
+            raise _wrong_shape(layer.prefix + suffix, layer, shape, (*shape[:-1], layer.conv_width))
     for suffix, rules in family.axes.items():
         if suffix in decay or "conv1d" in suffix or layer.prefix + suffix not in shapes:
             continue

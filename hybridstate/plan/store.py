@@ -11,6 +11,7 @@ name, of the line `name dtype d0,d1\\n` and the raw little-endian bytes.
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -162,11 +163,12 @@ def find_bundle(path: str | Path) -> Path:
         SourceError: no plan there.
     """
     given = Path(path)
-    if given.name == PLAN_FILE and given.is_file():
-        return given.parent
-    for folder in (given, given / STATE_PLAN):
-        if (folder / PLAN_FILE).is_file():
-            return folder
+    with suppress(OSError):  # a name that is too long names nothing
+        if given.name == PLAN_FILE and given.is_file():
+            return given.parent
+        for folder in (given, given / STATE_PLAN):
+            if (folder / PLAN_FILE).is_file():
+                return folder
     raise SourceError(
         f"no {PLAN_FILE} in {given}",
         hint="give the folder written by `hybridstate export-plan`",

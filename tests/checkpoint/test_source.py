@@ -1,9 +1,11 @@
 """Model folders: what is read, what is refused, and how the message helps."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -114,11 +116,16 @@ def _nan_a_log(folder: Path) -> None:
     poke(folder, "model.layers.2.self_attn.A_log", (0, 0, 3, 0), float("nan"))
 
 
+def _infinite_a_log(folder: Path) -> None:
+    poke(folder, "model.layers.2.self_attn.A_log", (0, 0, 1, 0), float("-inf"))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_nan, r"layers\.1\.self_attn\.dt_bias\[13\] is NaN \(1 of 32 values\)"),
+        (_nan, r"layers\.1\.self_attn\.dt_bias\[13\] is NaN \(1 of 32 values are not finite\)"),
         (_nan_a_log, r"layers\.2\.self_attn\.A_log\[0, 0, 3, 0\] is NaN"),
+        (_infinite_a_log, r"layers\.2\.self_attn\.A_log\[0, 0, 1, 0\] is -inf"),
     ],
 )
 def test_nan_names_tensor_and_index(tmp_path: Path, damage: Damage, message: str) -> None:
@@ -281,3 +288,69 @@ def test_embedded_model_absent_from_the_installation_is_named(
 def test_unknown_tensor_is_refused(tiny_kda: Path) -> None:
     with pytest.raises(HybridStateError, match="no tensor named nothing"):
         open_checkpoint(tiny_kda).read("nothing")
+
+
+# --- a config that contradicts itself or the tensors ------------------------------------------------
+
+
+def edited(folder: Path, family: str, path: str, value: Any) -> Path:
+    write_checkpoint(folder, family)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    *parents, key = path.split(".")
+    place = config
+    for parent in parents:
+        place = place[parent]
+    place[key] = value
+    file.write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "path", "value", "message"),
+    [
+        ("kimi_linear", "linear_attn_config.kda_layers", [0, 1, 2], "counts from 1 to 4"),
+        ("kimi_linear", "linear_attn_config.kda_layers", [1, 2, 3, 9], "lists block 9"),
+        ("kimi_linear", "linear_attn_config.kda_layers", "all", "should be a list, found 'all'"),
+        ("kimi_linear", "num_hidden_layers", 9, r"no tensor of model\.layers\.4 \(5 missing\)"),
+    ],
+)
+def test_layer_list_that_cannot_be_is_refused(
+    tmp_path: Path, family: str, path: str, value: Any, message: str
+) -> None:
+    with pytest.raises(SourceError, match=message):
+        _ = open_checkpoint(edited(tmp_path / "model", family, path, value)).spec
+
+
+def test_convolution_width_of_config_and_tensors_must_agree(tmp_path: Path) -> None:
+    path = "linear_attn_config.short_conv_kernel_size"
+    folder = edited(tmp_path / "model", "kimi_linear", path, 7)
+    with pytest.raises(NumericError, match=r"q_conv1d\.weight has shape .* 7\]"):
+        _ = open_checkpoint(folder).spec
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_pipe_is_no_model_file(tmp_path: Path, name: str) -> None:
+    """Opening one would wait forever for a writer."""
+    folder = write_checkpoint(tmp_path / "model", "kimi_linear")
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(SourceError, match="regular file"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("model", ["a" * 300, "~no-such-user/model", "./" + "b/" * 3000])
+def test_a_name_the_system_refuses_is_no_model(model: str) -> None:
+    with pytest.raises(SourceError, match="no model at"):
+        open_checkpoint(model)
+
+
+@pytest.mark.parametrize("shard", ["a" * 300 + ".safetensors", "a\0.safetensors"])
+def test_index_with_an_impossible_file_name(tmp_path: Path, shard: str) -> None:
+    folder = write_checkpoint(tmp_path / "model", "kimi_linear", shards=2)
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"][next(iter(content["weight_map"]))] = shard
+    index.write_text(json.dumps(content))
+    with pytest.raises(SourceError, match="is not the name of a safetensors file"):
+        open_checkpoint(folder)
