@@ -83,7 +83,11 @@ def trajectory_store(output: Path | None, run: str, layers: int) -> Iterator[Tra
     """
     if output is None:
         with TemporaryDirectory(prefix="hybridstate-") as folder:
-            yield TrajectoryStore.open(Path(folder), run, layers)
+            store = TrajectoryStore.open(Path(folder), run, layers)
+            try:
+                yield store
+            finally:
+                store.close()
         return
     output = output.absolute()  # "." has no name to put a sibling beside
     store = TrajectoryStore.open(output.with_name(f".{output.name}.trajectories"), run, layers)
@@ -93,7 +97,10 @@ def trajectory_store(output: Path | None, run: str, layers: int) -> Iterator[Tra
         if not store.has(0):
             store.remove()
         raise
-    store.remove()
+    else:
+        store.remove()
+    finally:
+        store.close()
 
 
 def record_batches(

@@ -255,6 +255,8 @@ def torch_device(device: str) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         target = torch.device(device)
+        if target.type not in ("cpu", "cuda"):
+            raise RuntimeError(target.type)
     except RuntimeError as error:
         raise UsageError(
             f"{device!r} is not a device", hint="use cpu, cuda or cuda:N", found=device
@@ -264,6 +266,11 @@ def torch_device(device: str) -> torch.device:
             f"device {device} asked for, but torch {torch.__version__} sees no GPU",
             hint="use --device cpu, or install a CUDA build of torch",
             device=device,
+        )
+    count = torch.cuda.device_count() if target.type == "cuda" else 1
+    if (target.index or 0) >= count:
+        raise MissingRequirement(
+            f"device {device} asked for, the last is {count - 1}", device=device
         )
     return target
 

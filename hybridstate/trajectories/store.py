@@ -5,9 +5,12 @@ arrays of `Recording`: `generated`, and per linear layer `anchors.{ordinal}`, `w
 `mean_log_decay.{ordinal}`. Scores read one layer at a time, so memory is bounded by one layer of one batch.
 """
 
+import importlib
 import json
+import secrets
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,15 +31,22 @@ class TrajectoryStore:
         self.folder = folder
         self.fingerprint = fingerprint
         self.layers = layers
+        self._lock: Any = None
 
     @classmethod
     def open(cls, folder: Path, fingerprint: str, layers: int) -> "TrajectoryStore":
         """The store of a folder; batches of another fingerprint or algorithm version are discarded.
 
         Raises:
-            UsageError: the folder cannot be written.
+            UsageError: the folder cannot be written, or another process records in it.
         """
         store = cls(folder, fingerprint, layers)
+        try:
+            store._claim()
+        except OSError as error:
+            raise UsageError(
+                f"cannot write {folder}: {error.strerror}", file=str(folder)
+            ) from error
         expected = {"algorithm_version": ALGORITHM_VERSION, "fingerprint": fingerprint}
         run = folder / RUN_FILE
         try:
@@ -49,6 +59,29 @@ class TrajectoryStore:
                     file.unlink()
             write_file(run, canonical_json(expected) + b"\n")
         return store
+
+    def _claim(self) -> None:
+        """Keep other processes out until this one ends, however it ends."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            fcntl: Any = importlib.import_module("fcntl")
+        except ImportError:  # Windows
+            return
+        self._lock = (self.folder / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._lock.close()
+            raise UsageError(
+                f"another process is calibrating into the same output folder ({self.folder})",
+                hint="wait for it, or choose another folder",
+                file=str(self.folder),
+            ) from error
+
+    def close(self) -> None:
+        """Let other processes in."""
+        if self._lock is not None:
+            self._lock.close()
 
     def _path(self, batch: int) -> Path:
         return self.folder / f"batch-{batch:03d}.safetensors"
@@ -70,11 +103,11 @@ class TrajectoryStore:
             mean = recording.mean_log_decay[ordinal]
             tensors[f"mean_log_decay.{ordinal}"] = mean.contiguous()
         path = self._path(batch)
-        partial = path.with_name(f".{path.name}.partial")
+        partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
         try:
             save_file(tensors, partial)
             partial.replace(path)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise UsageError(f"cannot write {path}: {error}", file=str(path)) from error
         finally:
             partial.unlink(missing_ok=True)
@@ -104,4 +137,5 @@ class TrajectoryStore:
 
     def remove(self) -> None:
         """Delete the folder, once the calibration that used it is written."""
+        self.close()
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridstate.errors import NumericError
+from hybridstate.errors import NumericError, UsageError
 from hybridstate.trajectories.model import (
     LoadedModel,
     decode,
@@ -165,11 +165,15 @@ def test_store_returns_what_was_written_and_forgets_other_runs(tmp_path: Path) -
     assert not store.has(0)
     store.write(0, batch(1.0))
     store.write(1, batch(2.0))
+    with pytest.raises(UsageError, match="another process is calibrating"):
+        TrajectoryStore.open(tmp_path / "run", "abc", 1)
+    store.close()
     again = TrajectoryStore.open(tmp_path / "run", "abc", 1)
     assert again.has(0)
     assert again.read_all(2, "generated", 0).tolist() == [[1] * 5] * 2 + [[2] * 5] * 2
     assert again.read_all(2, "anchors.0", 1).shape == (1, 4, 3, 4, 6)
-    assert not list((tmp_path / "run").glob(".*"))
+    assert not list((tmp_path / "run").glob(".*partial*"))
+    again.close()
     other = TrajectoryStore.open(tmp_path / "run", "def", 1)
     assert not other.has(0)
     other.remove()
