@@ -25,7 +25,7 @@ class Options:
 
     Attributes:
         tasks: names from `quality.tasks.TASKS`.
-        questions: per task, and prose prefixes.
+        questions: per task, and prose prefixes as far as the text has room.
         tokens: bytes of a whole prompt (and of a prose prefix).
         seeds: random masks per cutoff, at most five.
         repeats: timed requests per arm, after `warmup` untimed ones.
@@ -93,6 +93,9 @@ def make_cases(loaded: LoadedModel, options: Options, prose: str) -> list[Cases]
 def prose_texts(prose: str, options: Options) -> Iterator[Text]:
     """Windows spread evenly over a text: prefix, neutral filler, and what follows the prefix.
 
+    They never overlap, so a short text gives fewer of them than there are questions: intervals and standard errors
+    take cases as independent.
+
     Raises:
         UsageError: the text is too short for one window.
     """
@@ -101,7 +104,8 @@ def prose_texts(prose: str, options: Options) -> Iterator[Text]:
     span = options.tokens + PROSE_TARGET_TOKENS
     if len(text) < span:
         raise UsageError(f"the held-out prose has {len(text)} bytes, {span} are needed")
-    for start in np.linspace(0, len(text) - span, options.questions).astype(int):
+    count = min(options.questions, len(text) // span)
+    for start in np.linspace(0, len(text) - span, count).astype(int):
         window = text[start : start + span]
         filler = tasks.prose(rng, FILLER_TOKENS).decode()
         yield Text(window[: options.tokens], filler, window[options.tokens :])

@@ -96,8 +96,11 @@ class Outcomes:
         return Outcome(table[:, 0], table[:, 1], table[:, 2])
 
     def covers(self, arm: str) -> bool:
-        """Whether the arm has a result for every kind."""
-        return bool(self._values) and all((arm, kind) in self._values for kind in self.kinds())
+        """Whether the arm has a result for every case that any arm has: else means would be over other questions."""
+        cases = {key: rows.keys() for key, rows in self._values.items()}
+        return bool(cases) and all(
+            cases.get((arm, kind), set()) >= rows for (_, kind), rows in cases.items()
+        )
 
     def kinds(self) -> tuple[str, ...]:
         """Kinds in order of appearance."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hybridstate.bench.restore as module
-from hybridstate.bench.cases import Options, make_cases, prose_texts
+from hybridstate.bench.cases import PROSE_TARGET_TOKENS, Options, make_cases, prose_texts
 from hybridstate.bench.cutoffs import selections_at
 from hybridstate.bench.restore import recompute_agrees, run_restore
 from hybridstate.errors import NumericError, UsageError
@@ -161,3 +161,14 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str)
 def test_prose_too_short_is_refused() -> None:
     with pytest.raises(UsageError, match="320 are needed"):
         list(prose_texts("short", OPTIONS))
+
+
+def test_prose_windows_never_overlap() -> None:
+    """Standard errors and intervals take cases as independent."""
+    text = "".join(f"{number:05d}" for number in range(400))  # no stretch occurs twice
+    span = 256 + PROSE_TARGET_TOKENS
+    for asked, expected in ((2, 2), (50, len(text) // span)):
+        windows = list(prose_texts(text, Options(questions=asked, tokens=256)))
+        starts = [text.index(window.context) for window in windows]
+        assert len(windows) == expected
+        assert (np.diff(starts) >= span).all()

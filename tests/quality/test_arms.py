@@ -135,3 +135,15 @@ def test_one_case_has_no_other_prompt(loaded: LoadedModel) -> None:
     run_interventions(loaded, cases_of(1), outcomes, rows=2, done=lambda _count: None)
     assert not outcomes.covers("other-prompt")
     assert outcomes.covers("zero-both")
+
+
+def test_an_arm_that_missed_a_case_is_not_compared(loaded: LoadedModel) -> None:
+    """A last batch of one case has no other prompt, so that arm would average over other questions."""
+    outcomes = Outcomes()
+    for rows in ((0, 1), (2,)):
+        batch = cases_of().rows(rows)
+        run_interventions(loaded, batch, outcomes, rows=2, done=lambda _count: None)
+    assert len(outcomes.get("nothing", "recall").exact) == 3
+    assert len(outcomes.get("other-prompt", "recall").exact) == 2
+    assert not outcomes.covers("other-prompt")
+    assert outcomes.covers("zero-kv")
