@@ -64,7 +64,7 @@ def retained(analyses: Sequence[Result]) -> str:
 def training(result: Result) -> str:
     """What the embedded models can do, and what is left without their recurrent state."""
     models: Mapping[str, Result] = result["models"]
-    rows = [["held-out prose, bits per byte (and with the state zeroed before it)"]]
+    rows = [["held-out prose, bits per byte (change after a filler with the state zeroed)"]]
     for model in models.values():
         need = model["need_of_state"]["1024"]
         before, after = (need[arm]["prose_bits_per_byte"] for arm in ("nothing", "zero-linear"))
