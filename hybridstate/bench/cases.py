@@ -40,11 +40,11 @@ class Options:
     repeats: int = 5
     warmup: int = 1
     interventions: bool = False
-    rows: int = 64
+    rows: int = 32
 
     def on(self, device: str, rows: int | None) -> "Options":
         """The same with a fitting number of rows where none is given."""
-        return replace(self, rows=rows if rows is not None else 256 if device == "cuda" else 64)
+        return replace(self, rows=rows if rows is not None else 256 if device == "cuda" else 32)
 
     def check(self) -> None:
         """Refuse what cannot run.
@@ -74,6 +74,7 @@ class Options:
 def make_cases(loaded: LoadedModel, options: Options, prose: str) -> list[Cases]:
     """Questions of every task and prose windows, in batches of equal lengths, at most `rows` long."""
     found: list[Cases] = []
+    windows = list(prose_texts(prose, options))  # first: it refuses an absurd length
     for number, task in enumerate(options.tasks):
         rng = np.random.Generator(np.random.PCG64([QUESTION_SEED, number]))
         texts = []
@@ -82,7 +83,7 @@ def make_cases(loaded: LoadedModel, options: Options, prose: str) -> list[Cases]
             suffix = question.filler + question.question
             texts.append(Text(*(p.decode() for p in (question.context, suffix, question.answer))))
         found += batches(loaded, task, texts)
-    found += batches(loaded, PROSE, prose_texts(prose, options))
+    found += batches(loaded, PROSE, windows)
     return [
         batch.rows(range(start, min(start + options.rows, len(batch))))
         for batch in found

@@ -42,7 +42,7 @@ def bench_restore(
         seeds: random masks per cutoff.
         repeats: timed requests per arm.
         interventions: also take state, KV or both away.
-        rows: sequences that run at once, by default 64 on a CPU and 256 on a GPU.
+        rows: sequences that run at once, by default 32 on a CPU and 256 on a GPU.
         device: `auto`, `cpu` or `cuda`.
         progress: called with (stage, done, total).
 
