@@ -20,6 +20,7 @@ from hybridstate.families import ModelSpec, detect
 from hybridstate.horizons.static import static_horizons
 from hybridstate.plan.accounting import Accounting, account, packed_bits
 from hybridstate.plan.select import Selection, select
+from hybridstate.trajectories.protocol import DOMAINS, PROFILES, SPLITS
 
 DATA = json.loads((Path(__file__).parent / "data" / "paper_numbers.json").read_text())
 ENTRIES: dict[str, dict[str, Any]] = {entry["key"]: entry for entry in DATA["numbers"]}
@@ -460,6 +461,29 @@ def ruler_averages(key: str, value: Any) -> None:
         assert abs(sum(parts) / len(parts) - scores["Avg"]) <= 0.005 + 1e-9
 
 
+@checks(
+    "damp.prompts",
+    "damp.anchors_per_sequence",
+    "damp.anchors_per_split",
+    "damp.input_tokens",
+    "damp.gen_tokens",
+)
+def calibration_protocol_of_the_paper(key: str, value: Any) -> None:
+    paper = PROFILES["paper"]
+    per_split = paper.prompts_per_split * len(DOMAINS)
+    updates = [update for _, update in paper.positions()]
+    assert updates == [256, 512, 768, 2304, 2560, 2816]
+    facts = {
+        "damp.prompts": per_split * len(SPLITS),
+        "damp.anchors_per_sequence": len(updates),
+        "damp.anchors_per_split": per_split * len(updates),
+        "damp.input_tokens": paper.input_tokens,
+        "damp.gen_tokens": paper.new_tokens,
+    }
+    assert facts[key] == value
+    assert paper.horizon == published("damp.H")
+
+
 @checks("dasc.wildchat", "dasc.mmlu_block")
 def workload_arithmetic(key: str, value: Any) -> None:
     first, second, third = value
@@ -484,11 +508,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "dasc.a2.min_chars_factor",
         "dasc.a2.candidates",
         "damp.W_range",
-        "damp.prompts",
-        "damp.anchors_per_sequence",
-        "damp.anchors_per_split",
-        "damp.input_tokens",
-        "damp.gen_tokens",
         "damp.format_bits.int4",
         "damp.format_bits.fp8",
         "damp.format_bits.nvfp4",
