@@ -1,7 +1,8 @@
 # One environment in .venv, built from constraints.txt; every target below prepares it first.
 # PYTHON may name another interpreter (3.11 or 3.12); EXTRA_PIP is passed to pip as it stands.
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
@@ -48,7 +49,7 @@ clean: ## remove the environment, caches and the demo's output
 	rm -rf $(VENV) demo .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v >= (3, 11) else f"Python 3.11 or newer is needed, {sys.executable} is {v[0]}.{v[1]}: make PYTHON=/path/to/python3.11")'
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed and not on the PATH: make PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
 
