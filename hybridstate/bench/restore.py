@@ -139,22 +139,32 @@ def first_token_samples(
 
     Counted: load, replay or zero-fill, prefill of what is not cached (`recompute`: everything). Not counted: making the
     checkpoint, and poisoning the slot, which only this bench does. KV of the prefix is in place, as in a paged cache.
+    Arms take turns, so that a machine which slows down does not make the later ones look slow.
     """
     case = cases.rows([0])
     prefix = cached_prefix(loaded, case.context, rows=1)
     pool = StatePool(loaded.spec, 1, device=loaded.device)
     timed = [arm for arm in arms if arm.seed is None]  # a random mask costs what NR costs
-    found: dict[str, Samples] = {}
-    for number, arm in enumerate(timed):
-        buffer = torch.empty(0) if arm.units is None else store(prefix, 0, arm.units)
-        found[arm.name] = measure(
-            partial(_request, loaded, arm, buffer, prefix, case, pool),
-            device=loaded.device,
-            warmup=options.warmup,
-            repeat=options.repeats,
+    requests = {
+        arm.name: partial(
+            _request,
+            loaded,
+            arm,
+            torch.empty(0) if arm.units is None else store(prefix, 0, arm.units),
+            prefix,
+            case,
+            pool,
         )
-        progress("time to first token", number + 1, len(timed))
-    return found
+        for arm in timed
+    }
+    found: dict[str, list[float]] = {name: [] for name in requests}
+    rounds = options.warmup + options.repeats
+    for number in range(rounds):
+        for name, request in requests.items():
+            taken = measure(request, device=loaded.device, warmup=0, repeat=1).seconds
+            found[name] += taken if number >= options.warmup else ()
+        progress("time to first token", number + 1, rounds)
+    return {name: Samples(seconds) for name, seconds in found.items()}
 
 
 @torch.no_grad()
@@ -264,6 +274,10 @@ def _protocol(loaded: LoadedModel, options: Options, groups: Sequence[Cases]) ->
         "bootstrap_seed": BOOTSTRAP_SEED,
         "mask_seeds": list(RANDOM_MASK_SEEDS[: options.seeds]),
         "lengths_tokens": lengths,
+        "ttft_tokens": {
+            "prefix": int(groups[0].context.shape[1]),
+            "suffix": int(groups[0].suffix.shape[1]),
+        },
     }
 
 

@@ -10,7 +10,7 @@ import torch
 
 import hybridstate.bench.restore as module
 from hybridstate.bench.cases import PROSE_TARGET_TOKENS, Options, make_cases, prose_texts
-from hybridstate.bench.cutoffs import selections_at
+from hybridstate.bench.cutoffs import make_arms, selections_at
 from hybridstate.bench.restore import recompute_agrees, run_restore
 from hybridstate.errors import NumericError, UsageError
 from hybridstate.plan.accounting import account
@@ -85,6 +85,20 @@ def test_recompute_agrees_with_dense_and_times_are_kept(result: dict[str, Any]) 
         assert timed is None or len(timed["samples"]) == 2
 
 
+def test_timed_arms_take_turns(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One arm after the other, a machine that slows down would make the last arm the slowest."""
+    order: list[str] = []
+    monkeypatch.setattr(module, "_request", lambda _loaded, arm, *_rest: order.append(arm.name))
+    arms, _ = make_arms(loaded, selections_at(loaded, (16, 64)), 1)
+    case = make_cases(loaded, OPTIONS, heldout_text())[0]
+    found = module.first_token_samples(loaded, arms, case, OPTIONS, lambda *_step: None)
+    names = ["dense", "recompute", "nr-16", "wr-16", "nr-64", "wr-64"]
+    assert order == names * (OPTIONS.warmup + OPTIONS.repeats)
+    assert {name: len(samples.seconds) for name, samples in found.items()} == dict.fromkeys(
+        names, 2
+    )
+
+
 def test_comparison_is_the_paired_mean_over_the_same_questions(result: dict[str, Any]) -> None:
     arms = {arm["arm"]: arm for arm in result["arms"]}
     entry = next(c for c in result["comparisons"] if (c["w_max"], c["metric"]) == (64, "kl"))
@@ -109,6 +123,8 @@ def test_prompts_have_equal_lengths_and_are_labelled_synthetic(
         k: sum(v[p][0] for p in ("prefix", "suffix")) for k, v in protocol["lengths_tokens"].items()
     }
     assert total == {"recall": 256, "counts": 256, "prose": 256 + 64}
+    timed = protocol["lengths_tokens"]["recall"]
+    assert protocol["ttft_tokens"] == {k: timed[k][0] for k in ("prefix", "suffix")}
 
 
 def test_same_options_give_the_same_cases(loaded: LoadedModel) -> None:
