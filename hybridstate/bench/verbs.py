@@ -161,7 +161,9 @@ def bench_decode(
         UsageError, NumericError, PlanMismatch, MissingRequirement: as `bench_restore`.
     """
     from hybridstate.bench.decode import Options, run_decode
+    from hybridstate.plan.compare import verify_against
     from hybridstate.plan.store import read_plan
+    from hybridstate.quant.risk import check_k_hi
     from hybridstate.trajectories.model import load_model
     from hybridstate.trajectories.prompts import heldout_text
 
@@ -173,6 +175,9 @@ def bench_decode(
     ).given(states, batches)
     options.check()
     loaded = load_model(str(model), device=device)
+    check_k_hi(k_hi, loaded.spec)
+    if given is not None:
+        verify_against(given, loaded.checkpoint)
     return run_decode(
         loaded, options.on(loaded.device.type), heldout_text(), plan=given, progress=progress
     )

@@ -1,5 +1,6 @@
 """`hybridstate analyze`: horizons, retained counts and bytes from the weights alone."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,7 @@ from hybridstate.cli.options import (
     OutputFolder,
     Quiet,
     WMax,
+    check_device,
     parse_gate_input,
 )
 from hybridstate.cli.output import Output, command
@@ -65,12 +67,18 @@ def analyze(
         from hybridstate.provenance import check_output_folder
 
         a_s = parse_gate_input(gate_input)
+        check_device(device)
         if output is not None:
             check_output_folder(output, force=force)
         if dry_run:
-            _dry_run(out, model, lower_bound, output)
+            _dry_run(out, model, lower_bound, output, w_max or W_MAX, epsilon)
             return
         from hybridstate import api
+
+        if validate:
+            from hybridstate.trajectories.model import torch_device
+
+            torch_device(device)
 
         analysis = api.analyze(
             model,
@@ -101,9 +109,21 @@ def analyze(
         out.result(result)
 
 
-def _dry_run(out: Output, model: str, lower_bound: float | None, folder: Path | None) -> None:
+def _dry_run(
+    out: Output,
+    model: str,
+    lower_bound: float | None,
+    folder: Path | None,
+    w_max: Sequence[int],
+    epsilon: float,
+) -> None:
     from hybridstate.checkpoint import open_checkpoint
+    from hybridstate.horizons.static import check_epsilon
+    from hybridstate.plan.select import check_w_max
 
+    check_epsilon(epsilon)
+    for cutoff in w_max:
+        check_w_max(cutoff)
     checkpoint = open_checkpoint(model, lower_bound=lower_bound)
     reads = _reads(checkpoint)
     total = sum(read["bytes"] for read in reads)

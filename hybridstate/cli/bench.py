@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from hybridstate.cli.bench_tables import decode_tables, restore_tables, update_tables
-from hybridstate.cli.options import Device, Force, Json, Model, Quiet, WMax
+from hybridstate.cli.options import Device, Force, Json, Model, Quiet, WMax, check_device
 from hybridstate.cli.output import SCHEMA, Output, command
 
 OutputPath = Annotated[
@@ -108,7 +108,7 @@ def restore(
         typer.Option(
             "--rows",
             metavar="N",
-            help="Sequences that run at once. [default: 64, on a GPU 256]",
+            help="Sequences that run at once. [default: 32, on a GPU 256]",
             show_default=False,
         ),
     ] = None,
@@ -125,6 +125,7 @@ def restore(
     and the time to the first token. Questions are synthetic.
     """
     with command("bench restore", model=model, json=json, quiet=quiet) as out:
+        check_device(device)
         check_output(output, force=force)
         from hybridstate import api
 
@@ -173,6 +174,7 @@ def update(
     reference runs. Inputs and states are synthetic.
     """
     with command("bench update", model=model, json=json, quiet=quiet) as out:
+        check_device(device)
         check_output(output, force=force)
         from hybridstate import api
 
@@ -223,6 +225,7 @@ def decode(
     holds the states. On a CPU the reference runs, and its times say nothing about a GPU.
     """
     with command("bench decode", model=model, json=json, quiet=quiet) as out:
+        check_device(device)
         check_output(output, force=force)
         from hybridstate import api
 

@@ -15,6 +15,7 @@ from hybridstate.cli.options import (
     OutputFolder,
     Quiet,
     Seed,
+    check_device,
 )
 from hybridstate.cli.output import Output, command
 
@@ -96,9 +97,11 @@ def calibrate(
         from hybridstate.provenance import check_output_folder, environment
 
         _check(temperature, seed)
+        check_device(device)
         if output is not None:
             check_output_folder(output, force=force)
         if dry_run:
+            _check_run(model, lower_bound, k_hi, prompts, device, dtype)
             _dry_run(out, model, profile, temperature, lower_bound, output)
             return
         from hybridstate import api
@@ -140,6 +143,27 @@ def _check(temperature: float | None, seed: int) -> None:
         raise UsageError(f"--temperature must be 0 or a positive number, found {temperature}")
     if seed < 0:
         raise UsageError(f"--seed must not be negative, found {seed}")
+
+
+def _check_run(
+    model: str,
+    lower_bound: float | None,
+    k_hi: int | None,
+    prompts: Path | None,
+    device: str,
+    dtype: str,
+) -> None:
+    """What a run would refuse, before its time is spent."""
+    from hybridstate.checkpoint import open_checkpoint
+    from hybridstate.quant.risk import check_k_hi
+    from hybridstate.trajectories.model import torch_device, torch_dtype
+    from hybridstate.trajectories.prompts import read_texts
+
+    torch_device(device)
+    torch_dtype(dtype)
+    check_k_hi(k_hi, open_checkpoint(model, lower_bound=lower_bound).spec)
+    if prompts is not None:
+        read_texts(prompts)
 
 
 def _dry_run(

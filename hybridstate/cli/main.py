@@ -74,7 +74,7 @@ def main() -> None:
         code = app(args=arguments, prog_name="hybridstate", standalone_mode=False)
         sys.stdout.flush()
     except (typer.Abort, KeyboardInterrupt):
-        code = 130
+        code = _interrupted(arguments)
     except SystemExit as stop:  # typer's answer to a reader that has seen enough
         code = 0 if isinstance(stop.__context__, BrokenPipeError) else stop.code
     except OSError as error:
@@ -82,6 +82,14 @@ def main() -> None:
     except Exception as error:
         code = _usage(error, arguments)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _interrupted(arguments: list[str]) -> int:
+    """Exit code of Ctrl-C before a command had begun."""
+    from hybridstate.cli.output import interrupted
+
+    interrupted(json="--json" in arguments)
+    return 130
 
 
 def _unprintable(error: OSError) -> int:

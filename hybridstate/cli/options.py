@@ -1,6 +1,7 @@
 """Arguments and options that several verbs share, as annotated types: one name, one help text."""
 
 import math
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -68,6 +69,17 @@ Device = Annotated[
     str, typer.Option("--device", metavar="auto|cpu|cuda", help="Where the model runs.")
 ]
 Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of every random choice.")]
+
+
+def check_device(value: str) -> str:
+    """The name of a device, checked without torch.
+
+    Raises:
+        UsageError: not `auto`, `cpu`, `cuda` or `cuda:N`.
+    """
+    if not re.fullmatch(r"auto|cpu(:0)?|cuda(:\d{1,4})?", value):
+        raise UsageError(f"--device takes auto, cpu, cuda or cuda:N, found {value!r}", found=value)
+    return value
 
 
 def parse_gate_input(value: str) -> float | None:

@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from hybridstate.errors import HybridStateError, SourceError, UsageError, one_line
+from hybridstate.errors import (
+    HybridStateError,
+    MissingRequirement,
+    SourceError,
+    UsageError,
+    one_line,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -254,6 +260,13 @@ def command(
     except Exception as error:
         if debug:
             traceback.print_exc()
+        if _out_of_memory(error):
+            short = MissingRequirement(
+                f"not enough memory: {str(error).strip() or type(error).__name__:.200}",
+                hint="take a smaller batch or shorter texts, or a larger machine",
+            )
+            output._fail(short.to_json())
+            raise typer.Exit(short.exit_code) from error
         output._fail(_error("bug", f"{type(error).__name__}: {error}", _REPORT_BUG))
         raise typer.Exit(1) from error
     finally:
@@ -265,10 +278,22 @@ def usage_failure(command_name: str, message: str, hint: str | None, *, json: bo
     Output(command_name, json=json)._fail(_error("usage", message, hint))
 
 
+def interrupted(*, json: bool) -> None:
+    """Report Ctrl-C outside a command."""
+    Output("hybridstate", json=json)._fail(_error("interrupted", "interrupted"))
+
+
 def silence_stdout() -> None:
     """Drop what could not be printed, so that the interpreter does not try again at its end."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Python's, NumPy's and torch's ways of saying it; torch has no class for it on a CPU."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
 
 
 def of_the_system(error: OSError) -> HybridStateError:

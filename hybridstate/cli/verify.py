@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from hybridstate.cli.options import Device, Json, Quiet
+from hybridstate.cli.options import Device, Json, Quiet, check_device
 from hybridstate.cli.output import command
 
 
@@ -48,6 +48,8 @@ def verify(
     """
     with command("verify", model=original, json=json, quiet=quiet) as out:
         from hybridstate import api
+
+        check_device(device)
 
         found = api.verify(
             original,

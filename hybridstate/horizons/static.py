@@ -37,6 +37,16 @@ def static_log_decay(
         return lower_bound * _sigmoid(np.exp(a_log) * a)
 
 
+def check_epsilon(epsilon: float) -> None:
+    """Refuse a share that is none.
+
+    Raises:
+        UsageError: outside (0, 1).
+    """
+    if not 0 < epsilon < 1:
+        raise UsageError(f"epsilon must lie between 0 and 1, found {epsilon}", found=epsilon)
+
+
 def static_horizons(
     decay: DecayParameters,
     *,
@@ -53,8 +63,7 @@ def static_horizons(
         NumericError: a horizon is NaN (names the unit).
         UsageError: epsilon outside (0, 1), or the safe gate without a lower bound.
     """
-    if not 0 < epsilon < 1:
-        raise UsageError(f"epsilon must lie between 0 and 1, found {epsilon}", found=epsilon)
+    check_epsilon(epsilon)
     log_decay = static_log_decay(decay, gate=gate, lower_bound=lower_bound, gate_input=gate_input)
     with np.errstate(divide="ignore"):
         horizons = math.log(epsilon) / log_decay  # g underflows to -0.0, never to +0.0: H = inf

@@ -105,6 +105,23 @@ def replay_windows(horizons: NDArray[np.float64], w_max: int) -> NDArray[np.int3
     return np.asarray(np.clip(power, MIN_REPLAY_TOKENS, w_max), dtype=np.int32)
 
 
+def check_w_max(w_max: int) -> None:
+    """Refuse a cutoff that is none.
+
+    Raises:
+        UsageError: below 4, the shortest replay window, or above the int32 range.
+    """
+    if w_max < MIN_REPLAY_TOKENS:
+        raise UsageError(
+            f"W_max must be at least {MIN_REPLAY_TOKENS} tokens, the shortest replay window, "
+            f"found {w_max}",
+            found=w_max,
+            expected=MIN_REPLAY_TOKENS,
+        )
+    if w_max >= 2**31:
+        raise UsageError(f"W_max must be below 2**31 tokens, found {w_max}", found=str(w_max))
+
+
 def select(horizons: Sequence[NDArray[np.float64]], w_max: int) -> Selection:
     """Keep the units whose horizon is strictly above `w_max` tokens.
 
@@ -112,13 +129,7 @@ def select(horizons: Sequence[NDArray[np.float64]], w_max: int) -> Selection:
         UsageError: `w_max` below 4, the shortest replay window, or above the int32 range.
         NumericError: a horizon is NaN or negative.
     """
-    if not MIN_REPLAY_TOKENS <= w_max < 2**31:
-        raise UsageError(
-            f"W_max must be at least {MIN_REPLAY_TOKENS} tokens, the shortest replay window, "
-            f"found {w_max}",
-            found=w_max,
-            expected=MIN_REPLAY_TOKENS,
-        )
+    check_w_max(w_max)
     for ordinal, values in enumerate(horizons):
         bad = np.argwhere(~(values >= 0))
         if len(bad):

@@ -91,10 +91,13 @@ def _parse(content: str, file: str) -> list[Text]:
             continue
         try:
             item = json.loads(line)
-            text, domain = item["text"], item.get("domain", "given")
+            if not isinstance(item, dict):
+                raise TypeError(f"an object is expected, found {line.strip():.40}")
+            text, domain = item.get("text"), item.get("domain", "given")
             if not (isinstance(text, str) and isinstance(domain, str) and text and domain):
                 raise TypeError("text and domain must be texts that are not empty")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            (text + domain).encode()  # half of a surrogate pair is no text
+        except (ValueError, TypeError, RecursionError) as error:
             raise SourceError(
                 f"{file} line {number}: {error}",
                 hint='each line is {"id": "...", "text": "...", "domain": "..."}',

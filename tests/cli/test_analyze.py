@@ -156,3 +156,23 @@ def test_doctor_reports_versions_and_models() -> None:
     assert found["environment"]["python"]
     assert [m["name"] for m in found["embedded_models"]] == ["tiny-gdn", "tiny-kda"]
     assert found["device"]["kernels"] in ("reference", "triton", "gluon")
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        (["--w-max", "3"], 2),
+        (["--w-max", "9999999999"], 2),
+        (["--epsilon", "7"], 2),
+        (["--epsilon", "nan"], 2),
+        (["--lower-bound", "nan"], 5),
+        (["--device", "tpu"], 2),
+    ],
+)
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_nonsense_is_refused_also_by_a_dry_run(
+    tiny_kda: Path, options: list[str], code: int, dry: list[str]
+) -> None:
+    result = run("analyze", tiny_kda, *options, *dry, "--json")
+    assert result.exit_code == code, result.output
+    assert document(result)["error"]["message"]

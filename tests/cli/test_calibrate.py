@@ -69,7 +69,7 @@ def test_dry_run_counts_and_writes_nothing(run: Any, tiny_gdn: Path, tmp_path: P
         (["--profile", "slow"], 2, "no calibration profile"),
         (["--temperature", "nan"], 2, "--temperature must be"),
         (["--seed", "-1"], 2, "--seed must not be negative"),
-        (["--device", "quantum"], 2, "is not a device"),
+        (["--device", "quantum"], 2, "--device takes auto"),
         (["--dtype", "int3"], 2, "is not a dtype"),
         (["--prompts", "absent.jsonl"], 3, "cannot read prompts"),
     ],
@@ -80,3 +80,22 @@ def test_errors_are_one_line_with_their_code(
     result = run(tiny_gdn, "--json", *arguments)
     assert result.exit_code == code
     assert text in document(result)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        (["--k-hi", "-3"], 2),
+        (["--k-hi", "999"], 2),
+        (["--device", "tpu"], 2),
+        (["--dtype", "int8"], 2),
+        (["--prompts", "no-such-file"], 3),
+    ],
+)
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_nonsense_is_refused_also_by_a_dry_run(
+    run: Any, tiny_kda: Path, options: list[str], code: int, dry: list[str]
+) -> None:
+    result = run(tiny_kda, *options, *dry, "--json")
+    assert result.exit_code == code, result.output
+    assert document(result)["error"]["message"]

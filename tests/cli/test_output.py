@@ -225,6 +225,22 @@ def test_what_the_system_refuses_is_no_bug(
     assert found["error"]["message"] == f"some/file: {os.strerror(number)}"
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 2 TB"),
+    ],
+)
+def test_memory_that_is_not_there_is_no_bug(
+    capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    with pytest.raises(typer.Exit) as stop, command("demo", json=True):
+        raise error
+    assert stop.value.exit_code == 7
+    assert document(capsys)[0]["error"]["message"].startswith("not enough memory: ")
+
+
 def test_bug_of_many_lines_is_told_in_one(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit), command("demo", json=True):
         raise RuntimeError("first\nsecond")

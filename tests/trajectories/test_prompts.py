@@ -56,7 +56,19 @@ def test_too_little_text_says_how_far_it_went(tmp_path: Path) -> None:
         make_prompts(encode, texts, PROFILES["quick"], seed=0)
 
 
-@pytest.mark.parametrize("line", ["[1]", '{"id": "a"}', '{"text": ""}', '{"text": 3}', "{"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[1]",
+        "null",
+        '{"id": "a"}',
+        '{"text": ""}',
+        '{"text": 3}',
+        "{",
+        '{"text": "\\ud800"}',
+        "[" * 100_000,
+    ],
+)
 def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_text('{"text": "fine"}\n' + line + "\n")
