@@ -51,7 +51,8 @@ def arms_of(loaded: LoadedModel, w_max: int = 16, seeds: int = 2) -> list[Arm]:
 def outcomes_of(
     loaded: LoadedModel, arms: list[Arm], cases: Cases, slots: int
 ) -> tuple[Outcomes, int]:
-    outcomes, counted = Outcomes(), []
+    outcomes = Outcomes()
+    counted: list[int] = []
     run_arms(loaded, arms, cases, StatePool(loaded.spec, slots), outcomes, done=counted.append)
     return outcomes, sum(counted)
 
