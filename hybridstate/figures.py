@@ -5,6 +5,7 @@ Colours are those of Okabe and Ito and the viridis map, which colour-blind reade
 """
 
 import csv
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -42,6 +43,8 @@ def analysis_figures(analysis: Analysis, folder: Path) -> None:
 
 def new_figure(width: float, height: float) -> "Figure":
     """An empty figure in inches, on the Agg renderer and without pyplot's global state."""
+    # where it cannot write its cache, matplotlib says so on stderr in its own words
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,5 +1,6 @@
 """`hybridstate plan`: look into a bundle, check it, compare two, match one with its model."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -119,6 +120,8 @@ def verify(
             lower_bound=found.document.model.lower_bound if model is None else None,
         )
         order = verify_against(found, checkpoint)
+        if model is None:
+            _check_reference(found.digest, checkpoint.config, checkpoint.name)
         meaning = (
             "key channels in the model's order"
             if order == "original"
@@ -126,6 +129,27 @@ def verify(
         )
         out.text(f"{checkpoint.name} is the {order} checkpoint of this plan ({meaning})")
         out.result({"order": order, "checkpoint": str(checkpoint.path), "digest": found.digest})
+
+
+def _check_reference(digest: str, config: Mapping[str, Any], name: str) -> None:
+    """The plan in a checkpoint is the one that its `config.json` names.
+
+    Raises:
+        PlanMismatch: it was replaced.
+    """
+    from hybridstate.errors import PlanMismatch
+    from hybridstate.plan.store import STATE_PLAN
+
+    reference = config.get(STATE_PLAN)
+    named = reference.get("digest") if isinstance(reference, Mapping) else None
+    if named != digest:
+        raise PlanMismatch(
+            f"config.json of {name} names the plan {named!s:.12}, {STATE_PLAN}/ holds "
+            f"{digest[:12]}: one of them was replaced",
+            hint="export the checkpoint again",
+            found=digest,
+            expected=None if named is None else str(named),
+        )
 
 
 def _home(plan: Path) -> str:

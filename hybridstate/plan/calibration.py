@@ -20,6 +20,7 @@ from hybridstate.provenance import sha256_bytes
 CALIBRATION_FILE: Final = "calibration.json"
 ARRAYS_FILE: Final = "calibration.safetensors"
 SCHEMA: Final = "hybridstate.calibration/1"
+_FORMATS: Final = {"low_format": "int8-step", "high_format": "fp16"}
 _AGAIN: Final = "run `hybridstate calibrate MODEL -o DIR` again"
 
 
@@ -94,6 +95,15 @@ def _parse(folder: Path, content: dict[str, Any], arrays: dict[str, NDArray[Any]
             found=str(content["schema"]),
             expected=SCHEMA,
         )
+    for part, format_ in _FORMATS.items():
+        if content.get(part, format_) != format_:
+            raise PlanMismatch(
+                f"{folder / CALIBRATION_FILE}: {part} is {content[part]!r:.60}, plans hold {format_}",
+                hint="calibrate and export with the same hybridstate",
+                file=str(folder / CALIBRATION_FILE),
+                found=str(content[part]),
+                expected=format_,
+            )
     _check_bytes(folder, content, arrays)
     indices = sorted(int(name.split(".")[1]) for name in arrays if name.endswith(".risk"))
     if not indices:
@@ -103,6 +113,14 @@ def _parse(folder: Path, content: dict[str, Any], arrays: dict[str, NDArray[Any]
     for index in indices:
         scores = arrays[f"layers.{index}.risk"]
         chosen = arrays[f"layers.{index}.protected"]
+        if (str(scores.dtype), str(chosen.dtype)) != ("float32", "int16"):
+            raise SourceError(
+                f"{folder / ARRAYS_FILE}: layers.{index}: risk is {scores.dtype} and protected "
+                f"{chosen.dtype}, expected float32 and int16",
+                hint=_AGAIN,
+                file=str(folder / ARRAYS_FILE),
+                layer=index,
+            )
         if scores.ndim != 2 or chosen.shape != (scores.shape[0], k_hi):
             raise SourceError(
                 f"{folder / ARRAYS_FILE}: layers.{index}: risk {list(scores.shape)} and protected "

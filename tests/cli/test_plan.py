@@ -1,6 +1,7 @@
 """`export-plan`, `plan show|validate|diff|verify` and `verify`, as a user meets them."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +155,23 @@ def test_export_refuses(
     assert found.exit_code == exit_code
     assert mentions in found.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_plan_that_replaced_the_one_config_names_is_noticed(exported: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(exported, model)
+    config = json.loads((model / "config.json").read_text())
+    config["state_plan"]["digest"] = "0" * 64
+    (model / "config.json").write_text(json.dumps(config))
+    result = run("plan", "verify", model)
+    assert result.exit_code == 6
+    assert "names the plan 000000000000" in result.stderr
+
+
+def test_output_that_would_replace_its_own_model_is_refused(exported: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(exported, model)
+    result = run("export-plan", model, "--w-max", "16", "-o", model, "--force")
+    assert result.exit_code == 2
+    assert "would replace" in result.stderr
+    assert (model / "model.safetensors").exists() or (model / "state_plan").is_dir()

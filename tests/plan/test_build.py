@@ -222,3 +222,11 @@ def test_exported_order_of_units_is_what_the_exported_weights_say(
         original = plan.array(layer.index, "horizon")
         assert original is not None
         assert (stored != original).any()
+
+
+def test_calibration_of_another_format_is_refused(tmp_path: Path, tiny_kda: Path) -> None:
+    folder = write_calibration(tmp_path / "cal", tiny_kda)
+    file = folder / "calibration.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"low_format": "int4-step"}))
+    with pytest.raises(PlanMismatch, match="low_format is 'int4-step', plans hold int8-step"):
+        read_calibration(folder)
