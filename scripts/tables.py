@@ -152,15 +152,15 @@ def advantage(result: Result) -> str:
     rows = []
     for entry in result["comparisons"]:
         scale, unit = (100, " points") if entry["metric"] == "accuracy" else (1, "")
-        low, high = (scale * bound for bound in entry["interval_95"])
         digits = 1 if scale == 100 else 4
+        bounds = [f"{scale * bound:+.{digits}f}" for bound in entry["interval_95"] or ()]
         shares = [o["jaccard"] for o in entry["overlap"]]
         label = entry["kind"] if entry["metric"] == "accuracy" else f"prose, {entry['metric']}"
         rows.append(
             [
                 f"W_max {entry['w_max']}, {label}",
                 f"{scale * entry['difference']:+.{digits}f}{unit}",
-                f"{low:+.{digits}f} to {high:+.{digits}f}",
+                " to ".join(bounds) or "-",
                 f"{entry['cases']}",
                 f"{percent(min(shares))} to {percent(max(shares))}",
             ]

@@ -81,6 +81,12 @@ def test_advantage_table_gives_points_intervals_and_overlap() -> None:
     ]
 
 
+def test_advantage_table_has_no_interval_for_a_single_case() -> None:
+    single = RESULT["comparisons"][0] | {"interval_95": None, "cases": 1}
+    _, _, row = cells(tables.advantage(RESULT | {"comparisons": [single]}))
+    assert row[1:4] == ["+25.0 points", "-", "1"]
+
+
 def test_restore_figure_keeps_the_numbers_behind_it(tmp_path: Path) -> None:
     restore_figure(RESULT, "tiny", tmp_path)
     with (tmp_path / "restore.csv").open(newline="") as stream:

@@ -355,7 +355,7 @@ def _comparisons(cutoff: Cutoff, outcomes: Outcomes, options: Options) -> Iterat
             random = np.stack([getattr(outcomes.get(name, kind), field) for name in names])
             seeds = random.mean(axis=1)
             differences = ours - random.mean(axis=0)
-            low, high = paired_interval(differences, BOOTSTRAP_SEED)
+            interval = paired_interval(differences, BOOTSTRAP_SEED)
             yield {
                 "w_max": w_max,
                 "kind": kind,
@@ -366,6 +366,6 @@ def _comparisons(cutoff: Cutoff, outcomes: Outcomes, options: Options) -> Iterat
                 "random_by_seed": seeds.tolist(),
                 "overlap": shared,
                 "difference": float(differences.mean()),
-                "interval_95": [low, high],
+                "interval_95": None if interval is None else list(interval),
                 "cases": len(differences),
             }

@@ -150,13 +150,15 @@ def mean_and_error(values: NDArray[np.float64]) -> tuple[float, float | None]:
 
 def paired_interval(
     differences: NDArray[np.float64], seed: int, *, resamples: int = RESAMPLES
-) -> tuple[float, float]:
-    """95 % percentile bootstrap interval of the mean of paired differences, over cases.
+) -> tuple[float, float] | None:
+    """95 % percentile bootstrap interval of the mean of paired differences, over cases; None for a single case.
 
     Args:
         differences: one value per case, `[N]`.
         seed: of `PCG64`.
     """
+    if len(differences) < 2:
+        return None
     generator = np.random.Generator(np.random.PCG64(seed))
     drawn = generator.integers(0, len(differences), size=(resamples, len(differences)))
     low, high = np.percentile(differences[drawn].mean(axis=1), [2.5, 97.5])

@@ -42,6 +42,19 @@ def test_restore_prints_arms_and_comparison(tiny_kda: Path) -> None:
     assert "check: dense checkpoint bit-equal" in result.stdout
 
 
+def test_one_question_has_no_interval(tiny_gdn: Path, tmp_path: Path) -> None:
+    target = tmp_path / "restore.json"
+    one = ("--questions", "1", *SMALL[2:], "--tasks", "recall")
+    result = run("restore", tiny_gdn, "--w-max", "64", *one, "-o", target)
+    assert result.exit_code == 0, result.output
+    stored = json.loads(target.read_text())["result"]
+    assert stored["comparisons"]
+    assert {entry["interval_95"] for entry in stored["comparisons"]} == {None}
+    line = next(x for x in result.stdout.splitlines() if x.split()[:2] == ["64", "recall"])
+    assert " to " not in line
+    assert " - " in line
+
+
 def test_restore_writes_a_folder_with_document_and_figure(tiny_gdn: Path, tmp_path: Path) -> None:
     target = tmp_path / "out"
     result = run("restore", tiny_gdn, "--w-max", "64", *SMALL, "-o", target, "--json")

@@ -89,11 +89,18 @@ def test_divergence_is_kl_averaged_over_positions() -> None:
 
 def test_interval_covers_a_clear_difference_and_repeats() -> None:
     differences = np.random.Generator(np.random.PCG64(0)).normal(0.3, 0.2, 200)
-    low, high = paired_interval(differences, seed=7)
+    interval = paired_interval(differences, seed=7)
+    assert interval is not None
+    low, high = interval
     assert 0.25 < low < differences.mean() < high < 0.35
     assert paired_interval(differences, seed=7) == (low, high)
     half_width = 1.96 * differences.std(ddof=1) / np.sqrt(200)
     assert high - low == pytest.approx(2 * half_width, rel=0.1)
+
+
+def test_interval_needs_two_cases() -> None:
+    assert paired_interval(np.array([0.3]), seed=7) is None
+    assert paired_interval(np.array([0.3, 0.1]), seed=7) is not None
 
 
 def test_standard_error_needs_two_cases() -> None:
