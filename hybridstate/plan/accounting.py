@@ -10,7 +10,7 @@ its short convolution, `conv_width - 1` columns. Only the temporal state is comp
 from dataclasses import dataclass
 from typing import Any, Final
 
-from hybridstate.defaults import GROUP
+from hybridstate.defaults import GROUP, K_HI_SHARE
 from hybridstate.errors import PlanMismatch
 from hybridstate.families import ModelSpec
 from hybridstate.plan.select import Selection
@@ -20,6 +20,9 @@ TEMPORAL_BYTES: Final = 4
 
 CONV_BYTES: Final = 2
 """BF16 convolution state."""
+
+_POOL_ALIGNMENT: Final = 16
+"""Heads of a packed pool start at multiples of this, as in `kernels.layout`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +159,18 @@ def packed_bits(key_dim: int, k_hi: int, group: int = GROUP, value_dim: int | No
         raise PlanMismatch(f"K_hi must lie in 0..{key_dim}, found {k_hi}", found=k_hi)
     scale_bits = 32 / group if value_dim is None else 32 * -(-value_dim // group) / value_dim
     return (16 * k_hi + (8 + scale_bits) * (key_dim - k_hi)) / key_dim
+
+
+def default_k_hi(key_dim: int) -> int:
+    """FP16 key channels where no calibration says otherwise: 16 of 128, in steps of 16."""
+    return min(key_dim, 16 * max(1, round(K_HI_SHARE * key_dim / 16)))
+
+
+def packed_head_bytes(key_dim: int, value_dim: int, k_hi: int, group: int = GROUP) -> int:
+    """Bytes of one packed head in a pool: FP16 rows, INT8 rows, FP32 scales, rounded up to 16."""
+    scales = -(-value_dim // group)
+    payload = 2 * k_hi * value_dim + (key_dim - k_hi) * (value_dim + 4 * scales)
+    return -(-payload // _POOL_ALIGNMENT) * _POOL_ALIGNMENT
 
 
 def _ratio(whole: int, part: int) -> float | None:
