@@ -320,9 +320,13 @@ def _arm_json(
     cutoffs: Sequence[Cutoff],
 ) -> dict[str, Any]:
     retained, units = (0, 0) if arm.units is None else arm.units.counts
+    empty, heads = (0, 0) if arm.units is None else arm.units.heads
     accounting = next((c.accounting for c in cutoffs if c.selection.w_max == arm.w_max), None)
     size = arm.checkpoint_bytes
-    longest = max(int(group.context.shape[1]) for group in groups)
+    window = arm.w_replay if arm.policy == "wr" else 0
+    prefixes: dict[str, int] = {}
+    for group in groups:
+        prefixes[group.kind] = max(prefixes.get(group.kind, 0), int(group.context.shape[1]))
     timing = samples.get(arm.name)
     return {
         "arm": arm.name,
@@ -331,11 +335,14 @@ def _arm_json(
         "seed": arm.seed,
         "retained_units": retained,
         "units": units,
+        "heads_without_retained_units": empty,
+        "heads": heads,
         "mask_digest": None if arm.units is None else arm.units.digest,
         "checkpoint_bytes": size,
         "ratio_full": dense_bytes / size if size else None,
         "ratio_temporal": accounting.ratio_temporal_ragged if accounting else None,
-        "replayed_tokens": min(arm.w_replay, longest) if arm.policy == "wr" else 0,
+        "replayed_tokens": min(window, int(groups[0].context.shape[1])),  # of the timed request
+        "replayed_tokens_by_kind": {kind: min(window, n) for kind, n in prefixes.items()},
         **_scores_json(outcomes, arm.name),
         "ttft_s": timing.to_json() if timing else None,
     }

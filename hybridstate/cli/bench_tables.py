@@ -18,6 +18,7 @@ def restore_tables(out: Output, result: dict[str, Any]) -> None:
         (
             "arm",
             f"{protocol['unit']}s kept",
+            "empty heads",
             "bytes",
             "ratio",
             "replayed",
@@ -29,7 +30,8 @@ def restore_tables(out: Output, result: dict[str, Any]) -> None:
         ),
         [_restore_row(arm, tasks) for arm in arms],
         note="KL in nats per token against the dense restore, with its standard error; ratio of the whole "
-        f"checkpoint, BF16 convolution windows included; median of {arms[0]['ttft_s']['count']} requests",
+        "checkpoint, BF16 convolution windows included; empty heads keep no unit; replayed and TTFT are those of a "
+        f"cached prefix of {protocol['ttft_tokens']['prefix']} tokens, median of {arms[0]['ttft_s']['count']} requests",
     )
     rows: Rows = [
         (
@@ -72,9 +74,11 @@ def restore_tables(out: Output, result: dict[str, Any]) -> None:
 
 def _restore_row(arm: dict[str, Any], tasks: list[str]) -> tuple[object, ...]:
     kept = f"{arm['retained_units']:,}/{arm['units']:,}" if arm["units"] else None
+    empty = f"{arm['heads_without_retained_units']}/{arm['heads']}" if arm["units"] else None
     return (
         arm["arm"],
         kept,
+        empty,
         arm["checkpoint_bytes"] or None,
         None if arm["ratio_full"] is None else f"{arm['ratio_full']:.2f}x",
         arm["replayed_tokens"],

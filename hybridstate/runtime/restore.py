@@ -136,6 +136,12 @@ class Units:
         return kept, sum(mask.numel() for mask in self.masks)
 
     @property
+    def heads(self) -> tuple[int, int]:
+        """Value heads without a retained unit, all value heads: a head at zero has nothing to read at first."""
+        kept = [mask.view(len(mask), -1).any(1) for mask in self.masks]
+        return sum(int((~head).sum()) for head in kept), sum(map(len, kept))
+
+    @property
     def digest(self) -> str:
         """sha256 over the masks, as `Selection.mask_digest` takes it."""
         masks = (mask.cpu().numpy().astype(np.uint8).tobytes() for mask in self.masks)

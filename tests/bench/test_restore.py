@@ -1,6 +1,7 @@
 """`bench restore`: the gate, the report's numbers, its refusals."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,49 @@ def test_bytes_and_ratios_are_those_of_the_accounting(
             assert arm["ratio_full"] == accounting.ratio_full_ragged
             assert arm["ratio_temporal"] == accounting.ratio_temporal_ragged
             assert arm["retained_units"] == sum(selection.counts)
-        expected = min(
-            selection.w_replay, max(result["protocol"]["lengths_tokens"]["prose"]["prefix"])
-        )
-        assert arms[f"wr-{selection.w_max}"]["replayed_tokens"] == expected
+
+
+@pytest.mark.parametrize("w_max", [16, 64])
+def test_replayed_tokens_are_those_of_the_timed_request(result: dict[str, Any], w_max: int) -> None:
+    arms = {arm["arm"]: arm for arm in result["arms"]}
+    selection = next(s for s in result["selections"] if s.w_max == w_max)
+    protocol, wr = result["protocol"], arms[f"wr-{w_max}"]
+    assert wr["replayed_tokens"] == min(selection.w_replay, protocol["ttft_tokens"]["prefix"])
+    assert wr["replayed_tokens_by_kind"] == {
+        kind: min(selection.w_replay, max(lengths["prefix"]))
+        for kind, lengths in protocol["lengths_tokens"].items()
+    }
+    assert arms[f"nr-{w_max}"]["replayed_tokens"] == 0
+    assert set(arms["dense"]["replayed_tokens_by_kind"].values()) == {0}
+
+
+def test_window_longer_than_a_prefix_is_capped_per_kind(loaded: LoadedModel) -> None:
+    """A question's prefix is shorter than a prose prefix: time and replay must mean the same one."""
+    arms, cutoffs = make_arms(loaded, selections_at(loaded, (16,)), 0)
+    groups = make_cases(loaded, OPTIONS, heldout_text())
+    long = replace(arms[3], w_replay=10_000)
+    outcomes, ones = Outcomes(), np.ones(3)
+    for group in groups:
+        outcomes.add(long.name, group, ones, ones, ones)
+    found = module._arm_json(long, 1, outcomes, {}, groups, cutoffs)
+    lengths = {group.kind: int(group.context.shape[1]) for group in groups}
+    assert lengths["recall"] < lengths["prose"]
+    assert found["replayed_tokens"] == lengths["recall"]
+    assert found["replayed_tokens_by_kind"] == lengths
+
+
+def test_heads_that_keep_nothing_are_counted_per_arm(
+    loaded: LoadedModel, result: dict[str, Any]
+) -> None:
+    arms = {arm["arm"]: arm for arm in result["arms"]}
+    heads = sum(layer.value_heads for layer in loaded.spec.layers)
+    assert {a["heads"] for a in result["arms"] if a["policy"] != "recompute"} == {heads}
+    assert arms["dense"]["heads_without_retained_units"] == 0
+    for selection in result["selections"]:
+        empty = sum(int((~m.reshape(len(m), -1).any(1)).sum()) for m in selection.retained)
+        assert arms[f"nr-{selection.w_max}"]["heads_without_retained_units"] == empty
+        if loaded.spec.unit == "head":  # a head is a unit: NR silences each omitted one
+            assert empty == heads - sum(selection.counts)
 
 
 def test_every_mask_is_identified(result: dict[str, Any]) -> None:

@@ -69,6 +69,18 @@ def half(spec: ModelSpec, w_max: int = 16) -> Selection:
     return select(horizons, w_max)
 
 
+def test_heads_without_a_retained_unit_are_counted(loaded: LoadedModel) -> None:
+    spec = loaded.spec
+    every, units = Units.every(spec), Units.of(half(spec).retained)
+    heads = sum(layer.value_heads for layer in spec.layers)
+    assert every.heads == (0, heads)
+    # every other unit: half of the heads, or some channels of every head
+    assert units.heads == ((heads - units.counts[0]) if spec.unit == "head" else 0, heads)
+    masks = [np.zeros(mask.shape, dtype=np.bool_) for mask in half(spec).retained]
+    masks[0].reshape(len(masks[0]), -1)[1, -1] = True
+    assert Units.of(masks).heads == (heads - 1, heads)
+
+
 def loaded_slots(prefix: Prefix, units: Units, spec: ModelSpec) -> tuple[StatePool, torch.Tensor]:
     pool = StatePool(spec, prefix.batch)
     slots = pool.alloc(prefix.batch)
