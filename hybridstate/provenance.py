@@ -221,6 +221,12 @@ def fresh_folder(
         raise _cannot_write(path, error) from error
     try:
         yield partial
+        if not force and path.is_dir() and any(item != partial for item in path.iterdir()):
+            raise UsageError(
+                f"output folder {path} was filled by another process meanwhile",
+                hint="choose another folder",
+                file=str(path),
+            )
         if not path.is_dir():
             partial.replace(path)
         elif not replaces or not any(path.iterdir()):

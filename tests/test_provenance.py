@@ -240,3 +240,16 @@ def test_output_must_not_replace_what_is_read(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="would replace"):
             check_apart(tmp_path / "x" / ".." / "out", read)
     check_apart(tmp_path / "out", None, "tiny-kda", tmp_path)
+
+
+def test_folder_that_another_process_filled_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    def second() -> None:
+        with fresh_folder(tmp_path / "out") as folder:
+            (folder / "a").write_text("second")
+            (tmp_path / "out").mkdir()
+            (tmp_path / "out" / "a").write_text("first")
+
+    with pytest.raises(UsageError, match="by another process meanwhile"):
+        second()
+    assert (tmp_path / "out" / "a").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
