@@ -32,6 +32,11 @@ def small(value: float | None, digits: int = 4) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
+def significant(value: float | None) -> str:
+    """Three digits, whatever the size: divergences span many orders of magnitude."""
+    return "" if value is None else f"{value:.3g}"
+
+
 # --- analyze --------------------------------------------------------------------------------------
 
 
@@ -118,7 +123,7 @@ def _restore_row(label: str, arm: Result, task_names: Sequence[str]) -> list[str
         percent(kept),
         times(arm["ratio_full"]),
         *(percent(arm["tasks"][task]["accuracy"]) for task in task_names),
-        small(prose.get("kl")),
+        significant(prose.get("kl")),
         small(prose.get("bits_per_byte"), 3),
         milliseconds(timing["median"] if timing else None),
     ]
@@ -141,7 +146,7 @@ def _random_row(
         percent(native["retained_units"] / native["units"]),
         times(native["ratio_full"]),
         *(cell(task, percent) for task in task_names),
-        cell("kl", small),
+        cell("kl", significant),
         cell("bits_per_byte", lambda value: small(value, 3)),
         "",
     ]
@@ -151,21 +156,24 @@ def advantage(result: Result) -> str:
     """DASC (NR) minus the mean of the random masks on the same questions."""
     rows = []
     for entry in result["comparisons"]:
-        scale, unit = (100, " points") if entry["metric"] == "accuracy" else (1, "")
-        digits = 1 if scale == 100 else 4
-        bounds = [f"{scale * bound:+.{digits}f}" for bound in entry["interval_95"] or ()]
+        points = entry["metric"] == "accuracy"
+        bounds = [_signed(bound, points) for bound in entry["interval_95"] or ()]
         shares = [o["jaccard"] for o in entry["overlap"]]
         label = entry["kind"] if entry["metric"] == "accuracy" else f"prose, {entry['metric']}"
         rows.append(
             [
                 f"W_max {entry['w_max']}, {label}",
-                f"{scale * entry['difference']:+.{digits}f}{unit}",
+                _signed(entry["difference"], points) + (" points" if points else ""),
                 " to ".join(bounds) or "-",
                 f"{entry['cases']}",
                 f"{percent(min(shares))} to {percent(max(shares))}",
             ]
         )
     return markdown(["", "difference", "95 % interval", "cases", "mask overlap (Jaccard)"], rows)
+
+
+def _signed(value: float, points: bool) -> str:
+    return f"{100 * value:+.1f}" if points else f"{value:+.3g}"
 
 
 def interventions(result: Result) -> str:
