@@ -16,12 +16,17 @@ import pytest
 
 from hybridstate import defaults
 from hybridstate.checkpoint import DecayParameters
+from hybridstate.errors import PlanMismatch
 from hybridstate.families import ModelSpec
 from hybridstate.horizons.static import static_horizons
 from hybridstate.plan.accounting import Accounting, account, packed_bits
+from hybridstate.plan.capacity import RESERVATIONS, unit_bytes, usable_slots
+from hybridstate.plan.placement import check_tp, contiguous_owner
 from hybridstate.plan.select import Selection, select
 from hybridstate.trajectories.protocol import DOMAINS, PROFILES, SPLITS
 from tests.plan.geometry import SPECS
+from tests.plan.test_published import fp32_states, kept, planned, slot_ratio
+from tests.synthetic import FITS
 
 DATA = json.loads((Path(__file__).parent / "data" / "paper_numbers.json").read_text())
 ENTRIES: dict[str, dict[str, Any]] = {entry["key"]: entry for entry in DATA["numbers"]}
@@ -159,11 +164,12 @@ def decay_factor_at_the_cutoff(key: str, value: Any) -> None:
 def head_pairs_by_how_much_they_keep(key: str, value: Any) -> None:
     figure = key[: len("dasc.fig6")]
     mixed = published(f"{figure}.mixed")
-    pairs = mixed + published(f"{figure}.none_retained") + published(f"{figure}.all_retained")
-    assert pairs == published(
-        f"arch.{'kimi_linear' if figure.endswith('6') else 'kimi_k3'}.layer_head_pairs"
-    )
-    assert round(100 * mixed / pairs, 1) == published(f"{figure}.mixed_pct")
+    none, every = published(f"{figure}.none_retained"), published(f"{figure}.all_retained")
+    found = kept(*(("kimi_linear", 16) if figure.endswith("6") else ("kimi_k3", 64))).pairs
+    assert found == {"mixed": mixed, "none": none, "all": every, "total": mixed + none + every}
+    model = "kimi_linear" if figure.endswith("6") else "kimi_k3"
+    assert found["total"] == published(f"arch.{model}.layer_head_pairs")
+    assert round(100 * mixed / found["total"], 1) == published(f"{figure}.mixed_pct")
 
 
 @checks("dasc.k3.prefix_layer_obs")
@@ -185,13 +191,76 @@ def int8_checkpoint_bits(key: str, value: Any) -> None:
     assert packed_bits(128, 0, 128) == value
 
 
+# Synthetic horizons at full size: `tests/synthetic.py`, with more about them in `tests/plan/test_published.py`.
+
+
+@checks(*[key for key in starting("dasc.capacity.") if not key.endswith("slot_effect")])
+def capacities_of_figure_4(key: str, value: Any) -> None:
+    """Usable slots over usable dense slots, per TP8 rank; synthetic horizons."""
+    _, _, model, cutoff, placement = key.split(".")
+    found = planned(model, "off" if placement == "off" else "storage")
+    state = fp32_states(found)[int(cutoff[1:])]
+    assert round(slot_ratio(found, state), 2) == value
+
+
+@checks("dasc.capacity.slot_effect", "dasc.slots")
+def slots_of_a_pool(key: str, value: Any) -> None:
+    """floor(B / b) - 1, and not below zero."""
+    assert value.endswith("-1") or "-1)/(" in value
+    assert [usable_slots(budget, 10) for budget in (0, 9, 19, 20, 39, 40)] == [0, 0, 0, 1, 2, 3]
+
+
+@checks(*starting("dasc.tp8."))
+def bundles_per_rank(key: str, value: Any) -> None:
+    model = {"k3": "kimi_k3"}.get(key.split(".")[2], key.split(".")[2])
+    spec = SPECS[model]
+    assert contiguous_owner((1, spec.layers[0].key_heads), 8)[0].tolist().count(0) == value
+    check_tp(spec, 16)
+    if model == "qwen3_next":
+        with pytest.raises(PlanMismatch):
+            check_tp(spec, 32)
+
+
+@checks(*starting("fit.log10_neg_gs."))
+def log_normal_decay_has_the_implied_retention(key: str, value: Any) -> None:
+    """A unit is kept at W iff -g_s < ln(1000)/W; within 0.03 of the share each capacity implies."""
+    mean, spread = value
+    model = key.rpartition(".")[2]
+    units = sum(SPECS[model].units(layer) for layer in SPECS[model].layers)
+    for w_max, retained in FITS[model].retained.items():
+        bound = (math.log10(-math.log(defaults.EPSILON) / w_max) - mean) / spread
+        share = 0.5 * math.erfc(-bound / math.sqrt(2))
+        assert share == pytest.approx(retained / units, abs=0.03)
+
+
+@checks(*starting("fit.sd_split."))
+def spreads_between_and_within_heads_add_up(key: str, value: Any) -> None:
+    total = published(f"fit.log10_neg_gs.{key.rpartition('.')[2]}")[1]
+    assert math.hypot(*value) == pytest.approx(total, abs=0.005)
+
+
+@checks("dasc.fig6.layer_mean_range", "dasc.fig8.layer_mean_range")
+def layer_means_of_the_maps(key: str, value: Any) -> None:
+    means = kept(*(("kimi_linear", 16) if "fig6" in key else ("kimi_k3", 64))).layer_means
+    assert [round(float(means.min()), 3), round(float(means.max()), 3)] == value
+
+
+@checks(*starting("dasc.fig7."))
+def layer_nearest_the_median(key: str, value: Any) -> None:
+    found = kept("kimi_linear", 16)
+    median = float(np.median(found.layer_means))
+    mean = float(found.layer_means[found.nearest_median])
+    assert round(median if key.endswith("layer_median") else mean, 3) == value
+
+
 @checks("dasc.int8.claimed_composition_W16")
 def dasc_and_int8_together(key: str, value: Any) -> None:
     """Per TP8 rank; 128 codes and one FP32 scale per retained channel, conv included."""
     dense = accounting("kimi_linear")
     rank, conv = (dense.temporal_dense_bytes + dense.conv_bytes) // 8, dense.conv_bytes // 8
     assert (rank, conv) == (5_427_200, 184_320)
-    assert rank / (3673 * (128 + 4) + conv) == pytest.approx(value, abs=0.005)
+    unit = unit_bytes(SPECS["kimi_linear"], "int8-checkpoint")
+    assert rank / (3673 * unit + conv) == pytest.approx(value, abs=0.005)
 
 
 @checks("dasc.int8.claimed_full_checkpoint")
@@ -271,7 +340,8 @@ def the_mixed_format_in_prose(key: str, value: Any) -> None:
 @checks("damp.fp32_state_memory")
 def state_memory_at_batch_256(key: str, value: Any) -> None:
     """Five slots per request (three, and two for overlap), temporal state only."""
-    total = 256 * 5 * accounting("qwen36_35b").temporal_dense_bytes
+    assert RESERVATIONS[0].sized == 5
+    total = 256 * RESERVATIONS[0].sized * accounting("qwen36_35b").temporal_dense_bytes
     assert total == 75 * 2**30
     assert total / 1e9 == pytest.approx(value, rel=0.01)
 
@@ -420,12 +490,6 @@ def workload_arithmetic(key: str, value: Any) -> None:
 # --- what comes later, and what only real weights can show -----------------------------------------
 
 LATER: dict[str, tuple[str, ...]] = {
-    "planning": (
-        *starting("dasc.capacity."),  # usable slots per rank: needs placement
-        *starting("dasc.tp8."),
-        *starting("fit."),  # synthetic full-size checkpoints
-        "dasc.slots",
-    ),
     "calibration": (
         "dasc.a2.tiers",
         "dasc.a2.prefixes_per_tier",
@@ -446,9 +510,6 @@ LATER: dict[str, tuple[str, ...]] = {
 
 NEEDS_WEIGHTS: tuple[str, ...] = (
     *starting("dasc.fig1.median_alpha."),
-    "dasc.fig6.layer_mean_range",
-    "dasc.fig8.layer_mean_range",
-    *starting("dasc.fig7."),
     *starting("dasc.table1a.", "dasc.table1b."),
     "dasc.a2.sharegpt_conversations",
     *starting("dasc.ttft_reduction.", "dasc.e2e_reduction."),
