@@ -257,9 +257,60 @@ def decode(result: Result) -> str:
             f"{row['state_bytes_per_request']:,}",
             milliseconds(row["tpot_s"]["median"]),
             times(base[row["batch"]] / row["tpot_s"]["median"]) if row["batch"] in base else "",
-            f"{row['state_gb_per_s']:,.1f}",
+            f"{row['whole_step_state_gb_per_s']:,.1f}",
         ]
         for row in result["rows"]
     ]
-    columns = ["", "ran on", "state bytes/request", "TPOT", "FP32 over this", "state GB/s"]
+    columns = [
+        "",
+        "ran on",
+        "state bytes/request",
+        "TPOT",
+        "FP32 over this",
+        "state GB per s of step",
+    ]
     return markdown(columns, rows)
+
+
+# --- short forms for the README -------------------------------------------------------------------
+
+
+def update_by_state(result: Result) -> str:
+    """One row per layer and batch, one column per state format, time and ratio to FP32."""
+    return _by_state(
+        ((row["dims"]["name"], row["batch"], row["state"], row["step_s"]) for row in result["rows"]),
+        ("layer of", "batch"),
+        lambda seconds: f"{1e6 * seconds:.3g} µs",
+    )
+
+
+def decode_by_state(result: Result) -> str:
+    """One row per batch, one column per state format, time per output token and ratio to FP32."""
+    return _by_state(
+        (("", row["batch"], row["state"], row["tpot_s"]) for row in result["rows"]),
+        ("", "batch"),
+        lambda seconds: f"{1e3 * seconds:.3g} ms",
+    )
+
+
+def _by_state(
+    rows: Iterable[tuple[str, int, str, Result]],
+    heads: tuple[str, str],
+    show: Callable[[float], str],
+) -> str:
+    medians = {(name, batch, state): time["median"] for name, batch, state, time in rows}
+    states = list(dict.fromkeys(state for _, _, state in medians))
+    lines = []
+    for name, batch in dict.fromkeys((name, batch) for name, batch, _ in medians):
+        line = [name, str(batch)] if heads[0] else [str(batch)]
+        base = medians.get((name, batch, "fp32"))
+        for state in states:
+            seconds = medians.get((name, batch, state))
+            if seconds is None:
+                line.append("")
+            elif base is None or state == "fp32":
+                line.append(show(seconds))
+            else:
+                line.append(f"{show(seconds)}, {times(base / seconds)}")
+        lines.append(line)
+    return markdown([head for head in heads if head] + states, lines)

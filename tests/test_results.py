@@ -102,7 +102,7 @@ def test_decode_table_compares_with_fp32_at_the_same_batch() -> None:
         "backend": "gluon",
         "mode": "graph",
         "state_bytes_per_request": 1_628_160,
-        "state_gb_per_s": 1234.5,
+        "whole_step_state_gb_per_s": 1234.5,
     }
     result = {
         "rows": [
@@ -113,6 +113,20 @@ def test_decode_table_compares_with_fp32_at_the_same_batch() -> None:
     _, _, fp32, damp = cells(tables.decode(result))
     assert fp32[4] == "1.00x"
     assert damp == ["batch 8, damp", "gluon, graph", "1,628,160", "2 ms", "1.50x", "1,234.5"]
+
+
+def test_short_tables_have_a_row_a_batch_and_a_column_a_state() -> None:
+    rows = [
+        {"batch": 8, "state": state, "tpot_s": {"median": t}, "step_s": {"median": t / 1000}}
+        for state, t in (("fp32", 0.003), ("damp", 0.002))
+    ]
+    rows = [row | {"dims": {"name": "tiny-kda"}} for row in rows]
+    head, _, row = cells(tables.decode_by_state({"rows": rows}))
+    assert head == ["batch", "fp32", "damp"]
+    assert row == ["8", "3 ms", "2 ms, 1.50x"]
+    head, _, row = cells(tables.update_by_state({"rows": rows}))
+    assert head == ["layer of", "batch", "fp32", "damp"]
+    assert row == ["tiny-kda", "8", "3 µs", "2 µs, 1.50x"]
 
 
 CALIBRATION: dict[str, Any] = {

@@ -49,6 +49,11 @@ class StoredOrder:
     value: torch.Tensor | None = None
     scale: torch.Tensor | None = None
 
+    def gathers(self, *, per_channel: bool) -> int:
+        """Gathers in torch around one update; each is a launch beside the kernel's on a GPU."""
+        keys = 0 if self.key is None else 3 if per_channel else 2  # q, k and decays per channel
+        return keys + (0 if self.value is None else 2)  # v and o
+
     def queries(self, x: torch.Tensor, heads: int) -> torch.Tensor:
         """q or k `[B, Hk, K]` in stored order, expanded to `heads` where value heads differ."""
         if self.shared_key is not None:
@@ -184,6 +189,8 @@ class DecodeEngine:
             device=loaded.device,
         )
 
+        self.update_calls = [0] * len(self.pool.layouts)
+        """Updates of each linear layer so far in the present step."""
         self.backend: update.Name = backend if backend != "auto" else self._choose()
         """What advances the state here: `gluon`, `triton` or `reference`."""
 
@@ -232,6 +239,7 @@ class DecodeEngine:
             beta.float(),
         )
         layout = self.pool.layouts[ordinal]
+        self.update_calls[ordinal] += 1
         if isinstance(layout, PackedLayout):
             o = update.packed_step(
                 *operands,
@@ -289,8 +297,13 @@ class DecodeRun:
         return self._forward()
 
     def _forward(self) -> torch.Tensor:
+        self.engine.update_calls = [0] * len(self.engine.pool.layouts)
         with swap(self.engine.loaded, decode=self.engine.advance):
-            return forward(self.engine.loaded, self._tokens, self._past)[:, -1]
+            logits = forward(self.engine.loaded, self._tokens, self._past)[:, -1]
+        for ordinal, calls in enumerate(self.engine.update_calls):
+            if calls != 1:
+                raise NumericError(f"linear layer {ordinal} was updated {calls} times in one step")
+        return logits
 
     @torch.no_grad()
     def capture(self) -> str | None:
@@ -318,10 +331,6 @@ class DecodeRun:
         self._graph, self._logits, self.mode = graph.replay, logits, "cuda-graph"
         return None
 
-    def drop_graph(self) -> None:
-        """Go back to eager steps."""
-        self._graph, self._logits, self.mode = None, None, "eager"
-
     def _saved(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Copies of everything a step changes, apart from KV past the present position."""
         pool = self.engine.pool
@@ -343,21 +352,28 @@ class DecodeRun:
         """Bytes of state per sequence; refuses if anything but the pool holds a temporal state.
 
         Raises:
-            NumericError: the cache holds a state tensor.
+            NumericError: the cache holds a state tensor, or the pool is not as large as accounted.
         """
+        pool = self.engine.pool
+        if pool.held_bytes != pool.nbytes:
+            raise NumericError(
+                f"the pool holds {pool.held_bytes} bytes between steps, accounted {pool.nbytes}",
+                found=pool.held_bytes,
+                expected=pool.nbytes,
+            )
         for ordinal, layer in enumerate(linear_layers(self._past)):
             held = layer.recurrent_states[0]
             if not isinstance(held, StateHandle):
                 raise NumericError(
                     f"linear layer {ordinal} keeps a {type(held).__name__} beside the pool"
                 )
-            pooled = self.engine.pool.conv[ordinal]
+            pooled = pool.conv[ordinal]
             if (
                 layer.conv_states[0].untyped_storage().data_ptr()
                 != pooled.untyped_storage().data_ptr()
             ):
                 raise NumericError(f"linear layer {ordinal} keeps a convolution window of its own")
-        return self.engine.pool.slot_bytes
+        return pool.slot_bytes
 
     def close(self) -> None:
         """Give the slots back, poisoned."""

@@ -89,8 +89,7 @@ class StatePool:
         )
         self._free = list(range(slots))
         self.poison(range(slots))
-        held = sum(t.numel() * t.element_size() for t in (*self.states, *self.conv))
-        assert held == self.nbytes, f"the pool holds {held} bytes, accounted {self.nbytes}"
+        assert self.held_bytes == self.nbytes, f"{self.held_bytes} bytes, accounted {self.nbytes}"
 
     def _temporal(self, layer: LinearLayer, layout: PackedLayout | DenseLayout) -> torch.Tensor:
         shape: tuple[int, ...] = (self.slots, layer.value_heads)
@@ -125,6 +124,11 @@ class StatePool:
     def nbytes(self) -> int:
         """Bytes of the pool, from the geometry; equal to what its tensors hold."""
         return self.slots * self.slot_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the pool's tensors as they are now."""
+        return sum(t.numel() * t.element_size() for t in (*self.states, *self.conv))
 
     # -- slots ---------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """`bench decode`: the check before the time, and what a row says."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,10 @@ import pytest
 import torch
 
 from hybridstate.bench import decode as module
+from hybridstate.bench import decode_check
 from hybridstate.bench.decode import Options, run_decode
 from hybridstate.errors import NumericError, UsageError
-from hybridstate.runtime.engine import DecodeEngine
+from hybridstate.runtime.engine import DecodeEngine, DecodeRun
 from hybridstate.trajectories.model import LoadedModel, load_model
 from hybridstate.trajectories.prompts import heldout_text
 
@@ -50,7 +52,38 @@ def test_bytes_are_those_of_the_pool(loaded: LoadedModel) -> None:
         assert row["state_bytes_per_request"] == pool.slot_bytes
         assert row["pool_bytes"] == row["batch"] * pool.slot_bytes
         assert row["state_bytes_moved_per_step"] == 2 * row["batch"] * pool.temporal_bytes
+        assert row["pool_bytes_between_steps"] == row["pool_bytes"]
+        assert row["steps_with_pool_checked"] == module.TIMED_CHECK_TOKENS + 1 + 3
     assert [s["batch"] for s in result["speedups"]] == [1, 1, 3, 3]
+
+
+def test_every_step_updates_each_layer_once(loaded: LoadedModel) -> None:
+    result = run_decode(loaded, OPTIONS, heldout_text()).to_json()
+    for row in result["rows"]:
+        assert row["update_calls_per_layer_per_step"] == 1
+        assert row["kernel_launches_per_layer_per_step"] == 0  # the reference is no kernel
+        assert row["torch_gathers_per_layer_per_step"] == 0
+
+
+def test_pool_is_checked_after_every_step(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = {"step": 0, "check_bytes": 0}
+
+    def counted(name: str) -> Callable[..., Any]:
+        real = getattr(DecodeRun, name)
+
+        def call(*operands: Any) -> Any:
+            calls[name] += 1
+            return real(*operands)
+
+        return call
+
+    for name in calls:
+        monkeypatch.setattr(DecodeRun, name, counted(name))
+    run_decode(loaded, OPTIONS, heldout_text())
+    starts = 3 + 2 * 3  # one run per check and per row
+    assert calls["check_bytes"] == calls["step"] + starts
 
 
 def test_wrong_step_refuses_to_report(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,8 +94,81 @@ def test_wrong_step_refuses_to_report(loaded: LoadedModel, monkeypatch: pytest.M
         return o * 1.01, handle
 
     monkeypatch.setattr(DecodeEngine, "advance", damaged)
-    with pytest.raises(NumericError, match=r"fp32 on reference \(eager\): logits are"):
+    with pytest.raises(NumericError, match=r"fp32 on reference \(eager\), batch 2: logits are"):
         run_decode(loaded, OPTIONS, heldout_text())
+
+
+def captured_as(replayed: Callable[[DecodeRun, torch.Tensor], torch.Tensor]) -> Any:
+    """A stand-in for graph capture whose replay returns what `replayed` makes of the logits."""
+
+    def capture(run: DecodeRun) -> None:
+        logits = torch.empty(len(run.slots), run.engine.loaded.model.config.vocab_size)
+
+        def replay() -> None:
+            logits.copy_(replayed(run, run._forward()))
+
+        run._graph, run._logits, run.mode = replay, logits, "cuda-graph"
+
+    return capture
+
+
+def last_sequence_off_at(batch: int) -> Callable[[DecodeRun, torch.Tensor], torch.Tensor]:
+    def replayed(run: DecodeRun, logits: torch.Tensor) -> torch.Tensor:
+        factor = torch.ones(len(logits), 1)
+        factor[-1] = 1.02 if len(logits) == batch else 1.0
+        return logits * factor
+
+    return replayed
+
+
+def test_captured_step_that_is_wrong_at_one_batch_is_timed_eagerly_there(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs were checked at batch 2, where this one is right, and its first rows are always right."""
+    monkeypatch.setattr(DecodeRun, "capture", captured_as(last_sequence_off_at(3)))
+    result = run_decode(loaded, OPTIONS, heldout_text()).to_json()
+    assert {check["mode"] for check in result["checks"]} == {"cuda-graph"}
+    for row in result["rows"]:
+        assert row["mode"] == ("eager" if row["batch"] == 3 else "cuda-graph")
+        assert row["check"]["sequences"] == row["batch"]
+        if row["batch"] == 3:
+            assert "captured steps are 2.0e-02 from the simulated run" in row["eager_because"]
+        else:
+            assert row["eager_because"] is None
+
+
+def test_captured_step_that_is_wrong_in_the_check_is_never_timed(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DecodeRun, "capture", captured_as(last_sequence_off_at(2)))
+    result = run_decode(loaded, OPTIONS, heldout_text()).to_json()
+    assert {entry["mode"] for entry in (*result["checks"], *result["rows"])} == {"eager"}
+    assert all("captured steps are" in row["eager_because"] for row in result["rows"])
+
+
+def test_eager_step_that_is_wrong_at_a_timed_batch_refuses_to_report(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = DecodeEngine.advance
+
+    def damaged(self: DecodeEngine, ordinal: int, *operands: Any) -> tuple[torch.Tensor, Any]:
+        o, handle = real(self, ordinal, *operands)
+        return (o * 1.01 if len(o) == 3 else o), handle
+
+    monkeypatch.setattr(DecodeEngine, "advance", damaged)
+    with pytest.raises(NumericError, match="batch 3: logits are"):
+        run_decode(loaded, OPTIONS, heldout_text())
+
+
+def test_errors_name_the_worst_sequence() -> None:
+    expected = torch.ones(2, 100, 5)
+    found = expected.clone()
+    found[1, 99] = 1.5
+    error, row_error = decode_check.errors(found, expected)
+    assert row_error == pytest.approx((0.25 / 2) ** 0.5)
+    assert error == pytest.approx(row_error / 10)
+    found[0, 0, 0] = float("nan")
+    assert not decode_check.errors(found, expected)[0] <= 1
 
 
 def test_limit_separates_rounding_from_the_wrong_format(loaded: LoadedModel) -> None:

@@ -3,12 +3,13 @@
 import gc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hybridstate import api
-from hybridstate.bench.decode import simulated_logits
+from hybridstate.bench.decode_check import simulated_logits
 from hybridstate.errors import NumericError, PlanMismatch, UsageError
 from hybridstate.plan.store import read_plan
 from hybridstate.runtime.engine import DecodeEngine, StateHandle, StoredOrder
@@ -147,6 +148,40 @@ def test_nothing_but_the_pool_holds_a_state_between_steps(loaded: LoadedModel) -
         n.value_heads * layout.head_bytes
         for n, layout in zip(loaded.spec.layers, engine.pool.layouts, strict=True)
     )
+
+
+def test_pool_of_another_size_between_steps_is_refused(loaded: LoadedModel) -> None:
+    engine = DecodeEngine(loaded, state="damp", slots=3)
+    run = engine.start(prefix_of(loaded), room=STEPS)
+    wider = torch.cat([engine.pool.states[0], engine.pool.states[0]])
+    engine.pool.states = (wider, *engine.pool.states[1:])
+    with pytest.raises(NumericError, match="bytes between steps, accounted"):
+        run.check_bytes()
+
+
+def test_layer_that_is_updated_twice_in_a_step_is_refused(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = DecodeEngine(loaded, state="fp32", slots=3).start(prefix_of(loaded), room=STEPS)
+    run.step(torch.tensor([5, 6, 7]))
+    assert run.engine.update_calls == [1] * len(loaded.spec.layers)
+    real = DecodeEngine.advance
+
+    def twice(self: DecodeEngine, *operands: Any) -> tuple[torch.Tensor, Any]:
+        real(self, *operands)
+        return real(self, *operands)
+
+    monkeypatch.setattr(DecodeEngine, "advance", twice)
+    with pytest.raises(NumericError, match="linear layer 0 was updated 2 times in one step"):
+        run.step(torch.tensor([5, 6, 7]))
+
+
+def test_gathers_are_counted(loaded: LoadedModel) -> None:
+    index = torch.zeros(1, 1, dtype=torch.int64)
+    assert StoredOrder().gathers(per_channel=True) == 0
+    assert StoredOrder(key=index).gathers(per_channel=True) == 3
+    assert StoredOrder(index, index).gathers(per_channel=False) == 2
+    assert StoredOrder(value=index).gathers(per_channel=False) == 2
 
 
 def test_two_batches_share_a_pool_without_touching_each_other(loaded: LoadedModel) -> None:
