@@ -108,8 +108,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "retained": retained_block,
     "restore": lambda: per_model("restore-*.json", tables.restore),
     "precision": lambda: per_model("calibrate-*.json", tables.precision),
-    "update": lambda: per_model("update*.json", tables.update),
-    "decode": lambda: per_model("decode-*.json", tables.decode),
+    "update": lambda: per_model("update*.json", tables.update_by_state),
+    "decode": lambda: per_model("decode-*.json", tables.decode_by_state),
 }
 
 

@@ -278,7 +278,10 @@ def decode(result: Result) -> str:
 def update_by_state(result: Result) -> str:
     """One row per layer and batch, one column per state format, time and ratio to FP32."""
     return _by_state(
-        ((row["dims"]["name"], row["batch"], row["state"], row["step_s"]) for row in result["rows"]),
+        (
+            (row["dims"]["name"], row["batch"], row["state"], row["step_s"])
+            for row in result["rows"]
+        ),
         ("layer of", "batch"),
         lambda seconds: f"{1e6 * seconds:.3g} µs",
     )
