@@ -35,7 +35,7 @@ def analyze(
     Args:
         model: folder or embedded name.
         w_max: cutoffs in tokens.
-        gate_input: representative gate input a_s, None for the published value of the gate.
+        gate_input: representative gate input a_s, None for the paper's value or the default of the gate.
         epsilon: share still present at the horizon.
         lower_bound: l of the safe gate, for configs that do not state it.
 
@@ -44,11 +44,18 @@ def analyze(
     """
     from hybridstate.checkpoint import open_checkpoint
     from hybridstate.horizons.static import static_horizons
-    from hybridstate.plan.analysis import Analysis, cutoffs_at, near_cutoff_warnings, source_of
+    from hybridstate.plan.analysis import (
+        Analysis,
+        cutoffs_at,
+        model_warnings,
+        near_cutoff_warnings,
+        source_of,
+    )
 
     checkpoint = open_checkpoint(model, lower_bound=lower_bound)
     spec = checkpoint.spec
     a_s = spec.default_gate_input if gate_input is None else gate_input
+    a_s_source = spec.default_gate_input_source if gate_input is None else "given"
     horizons = tuple(
         static_horizons(
             checkpoint.decay(layer),
@@ -64,11 +71,12 @@ def analyze(
         source=source_of(checkpoint),
         spec=spec,
         gate_input=a_s,
-        gate_input_source=spec.default_gate_input_source if gate_input is None else "given",
+        gate_input_source=a_s_source,
         epsilon=epsilon,
         horizons=horizons,
         cutoffs=cutoffs,
-        warnings=checkpoint.warnings + near_cutoff_warnings(cutoffs),
+        warnings=model_warnings(checkpoint, gate_input_source=a_s_source)
+        + near_cutoff_warnings(cutoffs),
     )
 
 

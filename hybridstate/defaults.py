@@ -5,8 +5,15 @@ from typing import Final
 EPSILON: Final = 1e-3
 """Share of a unit's content still present at its retention horizon (DASC Eq. 3)."""
 
-GATE_INPUT: Final[dict[str, float]] = {"softplus": -0.3, "safe": 0.0, "kimi_k3": 0.8}
-"""Representative gate input a_s by gate (DASC 3.3); the paper gives 0.8 for Kimi-K3 alone."""
+PAPER_GATE_INPUT: Final[dict[str, float]] = {
+    "qwen3_next": -0.3,
+    "kimi_linear": -0.3,
+    "kimi_k3": 0.8,
+}
+"""Representative gate input a_s of the three models for which the paper gives one (DASC 3.3)."""
+
+GATE_INPUT: Final[dict[str, float]] = {"softplus": -0.3, "safe": 0.0}
+"""a_s by gate for every other model: the paper's softplus value, and no opinion for the safe gate."""
 
 W_MAX: Final = (16, 64, 128, 512)
 """Cutoffs in tokens reported by default (DASC Table 2 and Fig. 4)."""

@@ -20,7 +20,7 @@ from hybridstate.trajectories.model import LoadedModel
 
 
 def selections_at(loaded: LoadedModel, w_max: Sequence[int]) -> list[Selection]:
-    """Selections by static horizon at these cutoffs, with the published gate input."""
+    """Selections by static horizon at these cutoffs, with the gate input that `analyze` takes."""
     spec = loaded.spec
     horizons = [
         static_horizons(

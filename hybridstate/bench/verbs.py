@@ -11,8 +11,18 @@ if TYPE_CHECKING:
     from hybridstate.bench.decode import Decoded
     from hybridstate.bench.restore import Restored
     from hybridstate.bench.update import UpdateReport
+    from hybridstate.plan.store import Plan
 
     Progress = Callable[[str, int, int], None]
+
+
+def _own_plan(model: str | Path) -> "Plan | None":
+    """The plan in an exported checkpoint, which names it in its config; None for any other."""
+    from hybridstate.checkpoint import open_checkpoint
+    from hybridstate.plan.store import STATE_PLAN, read_plan
+
+    checkpoint = open_checkpoint(str(model))
+    return read_plan(checkpoint.path) if STATE_PLAN in checkpoint.config else None
 
 
 def bench_restore(
@@ -34,7 +44,7 @@ def bench_restore(
 
     Args:
         model: folder or embedded name.
-        plan: take its selection instead of cutoffs.
+        plan: take its selection instead of cutoffs; without `w_max`, that of an exported checkpoint's own plan.
         w_max: cutoffs in tokens.
         tasks: of `quality.tasks.TASKS`.
         questions: per task, and prose prefixes.
@@ -62,6 +72,9 @@ def bench_restore(
     if plan is not None and w_max:
         raise UsageError("a plan brings its own cutoff", hint="give either --plan or --w-max")
     given = None if plan is None else read_plan(plan)
+    if given is None and not w_max:
+        own = _own_plan(model)
+        given = own if own is not None and own.document.selection is not None else None
     chosen = tuple(tasks or DEFAULT_TASKS)
     options = Options(chosen, questions, tokens, seeds, repeats, interventions=interventions)
     options.check()
@@ -71,7 +84,7 @@ def bench_restore(
     else:
         selections = selections_at(loaded, tuple(dict.fromkeys(w_max or W_MAX)))
     options = options.on(loaded.device.type, rows)
-    return run_restore(loaded, selections, options, heldout_text(), progress=progress)
+    return run_restore(loaded, selections, options, heldout_text(), plan=given, progress=progress)
 
 
 def bench_update(
@@ -112,8 +125,10 @@ def bench_update(
         dims: tuple[UpdateDims, ...] = (*EMBEDDED, *PUBLISHED)
     else:
         checkpoint = open_checkpoint(model)
+        checkpoint.spec.check_plannable()
         if given is not None:
             verify_against(given, checkpoint)
+        given = _own_plan(model) if given is None else given
         precision = None if given is None else given.document.precision
         k_hi = None if precision is None else precision.k_hi
         name, kind = checkpoint.name, checkpoint.spec.family.kind
@@ -148,7 +163,7 @@ def bench_decode(
 
     Args:
         model: folder or embedded name, original or exported.
-        plan: key order and FP16 channels of the packed state.
+        plan: key order and FP16 channels of the packed state; an exported checkpoint brings its own.
         states: of `fp32`, `bf16`, `fp16`, `damp`; the first and the last by default.
         batches: sequences decoded at once.
         input_tokens, output_tokens: prefilled, and decoded and timed, per sequence.
@@ -168,8 +183,14 @@ def bench_decode(
     from hybridstate.trajectories.prompts import heldout_text
 
     given = None if plan is None else read_plan(plan)
+    if given is None:
+        own = _own_plan(model)
+        given = own if own is not None and own.document.precision is not None else None
     if given is not None and k_hi is not None:
-        raise UsageError("a plan brings its own FP16 channels", hint="give either --plan or --k-hi")
+        raise UsageError(
+            "a plan brings its own FP16 channels",
+            hint="give either --plan or --k-hi" if plan else "leave --k-hi out: MODEL has a plan",
+        )
     options = Options(
         input_tokens=input_tokens, output_tokens=output_tokens, k_hi=k_hi, graph=graph
     ).given(states, batches)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hybridstate.checkpoint.header import Header, TensorEntry, decode, read_bytes, read_header
 from hybridstate.errors import NumericError, SourceError
-from hybridstate.families import LinearLayer, ModelSpec, detect
+from hybridstate.families import LinearLayer, ModelSpec, check_log_scale, detect
 from hybridstate.families.detect import check_blocks
 from hybridstate.provenance import canonical_json, sha256_bytes
 
@@ -121,11 +121,11 @@ class Checkpoint:
             a_log_name, dt_bias_name = self.decay_tensors(layer)
             a_log = self._decay_values(a_log_name, layer.index)
             dt_bias = self._decay_values(dt_bias_name, layer.index)
-            heads = layer.value_heads
-            shape = (heads,) if self.spec.family.kind == "gdn" else (heads, layer.key_dim)
+            heads = a_log.reshape(-1)[: layer.value_heads]
+            check_log_scale(a_log_name, heads)
             self._decay[layer.index] = DecayParameters(
-                a_log=a_log.reshape(-1)[:heads],
-                dt_bias=dt_bias.reshape(shape),
+                a_log=heads,
+                dt_bias=dt_bias.reshape(self.spec.decay_shape(layer)),
                 a_log_dtype=self.entries[a_log_name].dtype,
                 dt_bias_dtype=self.entries[dt_bias_name].dtype,
                 layer=layer.index,

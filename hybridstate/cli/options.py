@@ -49,7 +49,7 @@ GateInput = Annotated[
     typer.Option(
         "--gate-input",
         metavar="auto|FLOAT",
-        help="Representative gate input; auto takes the published value for the gate.",
+        help="Representative gate input a_s; auto takes the paper's value, or a default with a warning.",
     ),
 ]
 Epsilon = Annotated[

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridstate.checkpoint import Checkpoint
-from hybridstate.families import ModelSpec
+from hybridstate.families import ModelSpec, sign_warning
 from hybridstate.plan.accounting import Accounting, account
 from hybridstate.plan.select import Selection, select
 
@@ -93,7 +93,7 @@ class Analysis:
     Attributes:
         source: the model and what was read of it.
         spec: family, gate and geometry.
-        gate_input: a_s, and `gate_input_source`: `published`, `assumed` (no published value for this gate) or `given`.
+        gate_input: a_s, and `gate_input_source`: `paper`, `measured`, `default` (nobody published one) or `given`.
         epsilon: share still present at the horizon.
         horizons: per linear layer, tokens, `[H]` or `[H, K]`.
         cutoffs: ascending.
@@ -138,7 +138,7 @@ class Analysis:
             "horizons": {
                 "epsilon": self.epsilon,
                 "gate_input": self.gate_input,
-                "gate_input_source": self.gate_input_source,
+                "a_s_source": self.gate_input_source,
                 "tokens": self.quantiles,
             },
             "cutoffs": [cutoff.to_json() for cutoff in self.cutoffs],
@@ -186,6 +186,16 @@ def source_of(checkpoint: Checkpoint) -> Source:
         files=len(checkpoint.files),
         notes=checkpoint.notes,
     )
+
+
+def model_warnings(checkpoint: Checkpoint, *, gate_input_source: str) -> tuple[str, ...]:
+    """What is odd about the model or rests on a default; call it after the horizons."""
+    spec = checkpoint.spec
+    found = [
+        spec.default_gate_input_warning if gate_input_source == "default" else None,
+        sign_warning([checkpoint.decay(layer).a_log for layer in spec.layers]),
+    ]
+    return (*checkpoint.warnings, *spec.warnings, *(w for w in found if w is not None))
 
 
 def near_cutoff_warnings(cutoffs: Sequence[Cutoff]) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ def build_plan(
     *,
     horizons: Sequence[NDArray[np.float64]] = (),
     gate_input: float | None = None,
-    gate_input_source: str = "published",
+    gate_input_source: str = "default",
     epsilon: float | None = None,
     selection: Selection | None = None,
     calibration: Calibration | None = None,
@@ -43,7 +43,9 @@ def build_plan(
     Raises:
         UsageError: neither selection nor calibration.
         PlanMismatch: selection or calibration belongs to another model.
+        UnsupportedModel: the family is for analysis only.
     """
+    checkpoint.spec.check_plannable()
     if selection is None and calibration is None:
         raise UsageError(
             "a plan needs a cutoff, a calibration or both",

@@ -93,7 +93,10 @@ class HorizonsBlock(Block):
 
     epsilon: Annotated[float, Field(gt=0, lt=1)]
     gate_input: float
-    chosen_by: Literal["published", "assumed", "given", "calibrated"]
+    chosen_by: Literal[
+        "paper", "measured", "default", "given", "published", "assumed", "calibrated"
+    ]
+    """The last three are older words for the first three, still read."""
 
 
 class SelectedLayer(Block):

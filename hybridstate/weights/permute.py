@@ -101,6 +101,11 @@ def _value_rows(layer: LinearLayer, order: LayerOrder) -> Index:
     return _rows(order.heads, order.values)
 
 
+def _gate_rows(layer: LinearLayer, order: LayerOrder) -> Index:
+    """One row per key channel of a value head: the channels follow the order of its key head."""
+    return _rows(order.heads, np.repeat(order.keys, layer.bundle, axis=0))
+
+
 def _key_heads(layer: LinearLayer, order: LayerOrder) -> Index:
     return order.bundles
 
@@ -154,6 +159,7 @@ def _value_shared(layer: LinearLayer, order: LayerOrder) -> Index:
 _SEGMENTS: Mapping[str, Callable[[LinearLayer, LayerOrder], Index]] = {
     "key_rows": _key_rows,
     "value_rows": _value_rows,
+    "gate_rows": _gate_rows,
     "key_heads": _key_heads,
     "value_heads": _value_heads,
     "qkvz_groups": _qkvz_groups,

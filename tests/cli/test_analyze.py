@@ -32,7 +32,7 @@ def test_table_names_model_gate_and_cutoffs(tiny_kda: Path) -> None:
     result = run("analyze", tiny_kda, "--w-max", "64", "--w-max", "16")
     assert result.exit_code == 0, result.output
     assert "kimi_linear, 3 of 4 layers linear" in result.stdout
-    assert "softplus gate, gate input -0.3 (published" in result.stdout
+    assert "softplus gate, gate input -0.3 (paper; " in result.stdout
     assert "dense:" in result.stdout
     first_cells = [line.split()[0] for line in result.stdout.splitlines() if line.split()]
     assert first_cells.count("16") == first_cells.count("64") == 2

@@ -132,7 +132,7 @@ def test_k3_is_told_from_kimi_linear_by_its_tensors_not_by_model_type() -> None:
     for config in ({"model_type": "kimi_k3", "text_config": text}, text):
         spec = detect(shapes, config)
         assert (spec.name, spec.gate, spec.lower_bound) == ("kimi_k3", "safe", -5.0)
-        assert (spec.default_gate_input, spec.default_gate_input_source) == (0.8, "published")
+        assert (spec.default_gate_input, spec.default_gate_input_source) == (0.8, "paper")
         assert spec.layers[0].value_heads == 3
 
 
@@ -174,12 +174,12 @@ def test_blocks_behind_the_last_hidden_layer_are_ignored() -> None:
 
 def test_unknown_model_names_families_and_layer_types() -> None:
     config = {
-        "model_type": "falcon_h1",
+        "model_type": "rwkv9",
         "num_hidden_layers": 3,
         "layer_types": ["mamba", "mamba", "attention"],
     }
-    with pytest.raises(UnsupportedModel, match="falcon_h1: no gated linear-attention") as caught:
-        detect({"model.layers.0.mamba.A_log": (4,)}, config)
+    with pytest.raises(UnsupportedModel, match="rwkv9: no gated linear-attention") as caught:
+        detect({"model.layers.0.time_mix.decay": (4,)}, config)
     assert caught.value.exit_code == 4
     assert caught.value.hint is not None
     assert "attention x1, mamba x2" in caught.value.hint
@@ -221,7 +221,7 @@ def test_safe_gate_without_a_bound_is_refused_and_the_option_named() -> None:
     assert "--lower-bound" in str(caught.value.hint)
     spec = detect(shapes, config, lower_bound=-5.0)
     assert (spec.gate, spec.lower_bound) == ("safe", -5.0)
-    assert (spec.default_gate_input, spec.default_gate_input_source) == (0.0, "assumed")
+    assert (spec.default_gate_input, spec.default_gate_input_source) == (0.0, "default")
 
 
 def test_safe_gate_bound_of_the_config_is_used_and_may_not_be_contradicted() -> None:

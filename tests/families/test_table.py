@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -49,17 +50,50 @@ def test_names_are_unique_and_signatures_tell_layouts_apart() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
 def test_axes_cover_q_k_v_once_and_the_decay_tensors(family: Family) -> None:
-    layer = LinearLayer(0, 0, 2, 6 if family.kind == "gdn" else 2, 8, 12, 4, "l.")
     axes = family.axes
     assert {family.a_log, family.dt_bias} <= set(axes)
     assert set(family.present) <= set(axes)
-    projections = [
-        rule
+    inputs = ("in_proj", "q_proj", "k_proj", "v_proj")
+    segments = Counter(
+        segment
         for suffix, rules in axes.items()
-        if suffix.startswith(("in_proj", "q_proj", "k_proj", "v_proj")) and "conv" not in suffix
+        if suffix.startswith(inputs) and "conv" not in suffix
         for rule in rules
-        if not suffix.startswith(("in_proj_z", "in_proj_b", "in_proj_a"))
+        for segment in rule.segments
+    )
+    if segments["qkvz_groups"]:
+        assert segments == {"qkvz_groups": 1, "ba_groups": 1}
+        return
+    assert segments["key_rows"] == 2
+    gate_inside = any(
+        suffix.startswith("in_proj") for suffix in axes
+    )  # z beside v, in whichever tensor
+    assert segments["value_rows"] == 1 + gate_inside
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+def test_convolution_axes_are_what_the_convolution_cache_holds(family: Family) -> None:
+    stored = [
+        segment
+        for suffix, rules in family.axes.items()
+        if suffix.endswith("conv1d.weight")
+        for rule in rules
+        for segment in rule.segments
     ]
-    rows = sum(layer.segment_length(s) for rule in projections for s in rule.segments)
-    packed_z = layer.value_rows if "in_proj_qkvz.weight" in axes else 0
-    assert rows == layer.conv_channels + packed_z
+    assert not stored or tuple(stored) == family.conv
+
+
+def test_only_delta_rule_families_may_be_planned() -> None:
+    for family in FAMILIES:
+        assert family.analysis_only == (family.kind == "mamba2"), family.name
+        assert not (family.analysis_only and family.runtime), family.name
+
+
+def test_conv_channels_follow_the_segments_of_the_family() -> None:
+    by_name = {family.name: family for family in FAMILIES}
+    jet = LinearLayer(0, 0, 12, 12, 96, 256, 4, "l.", by_name["jet_nemotron"].conv)
+    assert jet.conv_channels == 12 * 256
+    mamba = LinearLayer(0, 0, 8, 128, 128, 64, 4, "l.", by_name["nemotron_h"].conv)
+    assert mamba.conv_channels == 128 * 64 + 2 * 8 * 128
+    qwen = LinearLayer(0, 0, 16, 32, 128, 128, 4, "l.")
+    assert qwen.conv_channels == 8192

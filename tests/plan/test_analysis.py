@@ -51,7 +51,7 @@ def test_json_form_is_finite_and_adds_up(tiny_kda: Path) -> None:
     read = document["model"]["read"]
     assert read["tensor_bytes"] == 3 * (4 * 4 + 4 * 32)
     assert read["tensor_bytes"] + read["header_bytes"] < read["checkpoint_bytes"]
-    assert document["horizons"]["gate_input_source"] == "published"
+    assert document["horizons"]["a_s_source"] == "paper"
 
 
 def test_given_gate_input_and_epsilon_are_used_and_recorded(tiny_gdn: Path) -> None:
@@ -63,8 +63,12 @@ def test_given_gate_input_and_epsilon_are_used_and_recorded(tiny_gdn: Path) -> N
 def test_a_default_that_no_paper_gives_is_not_called_published(
     tiny_kda: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ModelSpec, "default_gate_input_source", "assumed")
-    assert api.analyze(tiny_kda).gate_input_source == "assumed"
+    assert api.analyze(tiny_kda).gate_input_source == "paper"
+    assert not any("gate input" in w for w in api.analyze(tiny_kda).warnings)
+    monkeypatch.setattr(ModelSpec, "default_gate_input_source", "default")
+    found = api.analyze(tiny_kda)
+    assert found.gate_input_source == "default"
+    assert "a larger one shortens every horizon and drops more units" in found.warnings[0]
     assert api.analyze(tiny_kda, gate_input=0.0).gate_input_source == "given"
 
 
