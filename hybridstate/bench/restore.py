@@ -23,6 +23,7 @@ from hybridstate.bench.timing import Samples, device_record, measure
 from hybridstate.defaults import RANDOM_MASK_SEEDS
 from hybridstate.errors import NumericError
 from hybridstate.plan.select import Selection, overlap
+from hybridstate.plan.store import Plan
 from hybridstate.quality import tasks
 from hybridstate.quality.arms import (
     INTERVENTIONS,
@@ -198,6 +199,7 @@ def run_restore(
     options: Options,
     prose: str,
     *,
+    plan: Plan | None = None,
     progress: Progress | None = None,
 ) -> Restored:
     """Run every arm on every case and time one request per arm.
@@ -205,6 +207,7 @@ def run_restore(
     Args:
         selections: one per cutoff, distinct `w_max`.
         prose: held-out text.
+        plan: where the selection is from, if from a plan.
 
     Raises:
         NumericError: a correctness check failed; nothing is reported then.
@@ -238,7 +241,11 @@ def run_restore(
         {
             "model": loaded.checkpoint.name,
             "device": device_record(loaded.device),
-            "protocol": _protocol(loaded, options, groups),
+            "protocol": {
+                **_protocol(loaded, options, groups),
+                "selection": "static horizons" if plan is None else "plan",
+                "plan_digest": None if plan is None else plan.digest,
+            },
             "check": check,
             "arms": [_arm_json(arm, dense, outcomes, samples, groups, cutoffs) for arm in arms],
             "comparisons": [

@@ -23,7 +23,12 @@ OutputPath = Annotated[
 ]
 PlanFolder = Annotated[
     Path | None,
-    typer.Option("--plan", metavar="DIR", help="Folder of export-plan.", show_default=False),
+    typer.Option(
+        "--plan",
+        metavar="DIR",
+        help="Folder of export-plan. [default: the plan of MODEL, if it was exported with one]",
+        show_default=False,
+    ),
 ]
 States = Annotated[
     list[str] | None,

@@ -31,7 +31,8 @@ def restore_tables(out: Output, result: dict[str, Any]) -> None:
         [_restore_row(arm, tasks) for arm in arms],
         note="KL in nats per token against the dense restore, with its standard error; ratio of the whole "
         "checkpoint, BF16 convolution windows included; empty heads keep no unit; replayed and TTFT are those of a "
-        f"cached prefix of {protocol['ttft_tokens']['prefix']} tokens, median of {arms[0]['ttft_s']['count']} requests",
+        f"cached prefix of {protocol['ttft_tokens']['prefix']} tokens, median of {arms[0]['ttft_s']['count']} "
+        f"requests; units selected by {'the plan' if protocol['plan_digest'] else 'static horizon'}",
     )
     rows: Rows = [
         (

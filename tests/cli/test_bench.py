@@ -10,6 +10,7 @@ from typer.testing import CliRunner, Result
 
 from hybridstate import api
 from hybridstate.cli.main import app
+from hybridstate.plan.store import read_plan
 from tests.plan.calibrated import write_calibration
 from tests.tiny import write_checkpoint
 
@@ -101,12 +102,66 @@ def test_decode_writes_one_file_and_labels_the_reference(tiny_gdn: Path, tmp_pat
     assert (again.exit_code, "exists" in again.stderr) == (2, True)
 
 
+@pytest.fixture(scope="module", params=["tiny_gdn", "tiny_kda"])
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    original: Path = request.getfixturevalue(request.param)
+    folder = tmp_path_factory.mktemp("own-plan")
+    calibration = write_calibration(folder / "calibration", original, k_hi=4)
+    api.export_plan(original, out=folder / "model", w_max=32, calibration=calibration)
+    return folder / "model"
+
+
+def test_decode_finds_the_plan_of_an_exported_model(exported: Path) -> None:
+    options = ("--input-tokens", "24", "--output-tokens", "2", "--batch", "1")
+    result = run("decode", exported, *options)
+    assert result.exit_code == 0, result.output
+    assert "key order: exported weights" in " ".join(result.stdout.split())
+    own, given = (
+        document(run("decode", exported, *options, *extra, "--json"))["result"]
+        for extra in ((), ("--plan", exported))
+    )
+    assert own["protocol"] == given["protocol"]
+    assert own["protocol"]["plan_digest"] == read_plan(exported).digest
+    for one, two in zip(own["rows"], given["rows"], strict=True):
+        assert one["torch_gathers_per_layer_per_step"] == 0
+        assert one["state_bytes_per_request"] == two["state_bytes_per_request"]
+    both = run("decode", exported, "--k-hi", "2", *options)
+    assert (both.exit_code, "leave --k-hi out" in both.stderr) == (2, True)
+
+
+def test_restore_finds_the_plan_of_an_exported_model(exported: Path) -> None:
+    options = (*SMALL, "--tasks", "recall", "--json")
+    own = document(run("restore", exported, *options))["result"]
+    assert {arm["w_max"] for arm in own["arms"]} == {None, 32}
+    assert own["protocol"]["plan_digest"] == read_plan(exported).digest
+    assert own["protocol"]["selection"] == "plan"
+    other = document(run("restore", exported, "--w-max", "64", *options))["result"]
+    assert {arm["w_max"] for arm in other["arms"]} == {None, 64}
+    assert (other["protocol"]["selection"], other["protocol"]["plan_digest"]) == (
+        "static horizons",
+        None,
+    )
+
+
+def test_update_takes_the_channels_of_an_exported_model(exported: Path) -> None:
+    options = ("--state", "damp", "--batch", "1", "--samples", "1", "--json")
+    bits = [
+        document(run("update", exported, *options, *extra))["result"]["rows"][0]["bits_per_value"]
+        for extra in ((), ("--plan", exported))
+    ]
+    assert bits[0] == bits[1]
+
+
 def test_decode_takes_the_plan_of_an_exported_checkpoint(tiny_kda: Path, tmp_path: Path) -> None:
     calibration = write_calibration(tmp_path / "calibration", tiny_kda)
     api.export_plan(tiny_kda, out=tmp_path / "exported", calibration=calibration)
     options = ("--input-tokens", "24", "--output-tokens", "2", "--batch", "1", "--json")
     found = document(run("decode", tiny_kda, "--plan", tmp_path / "exported", *options))
-    assert found["result"]["protocol"]["key_order"] == "plan"
+    assert found["result"]["protocol"]["key_order"] == (
+        "plan, gathered in torch before each update"
+    )
+    row = found["result"]["rows"][1]
+    assert (row["state"], row["torch_gathers_per_layer_per_step"]) == ("damp", 3)
     both = run("decode", tiny_kda, "--plan", tmp_path / "exported", "--k-hi", "4", *options)
     assert both.exit_code == 2
 
