@@ -13,6 +13,7 @@ from hybridstate.errors import UsageError
 if TYPE_CHECKING:
     from hybridstate.horizons.observed import HorizonValidation
     from hybridstate.plan.analysis import Analysis
+    from hybridstate.plan.placement import Balance
     from hybridstate.quality.calibration import Calibration
     from hybridstate.quality.verify import Verification
     from hybridstate.weights.export import ExportedPlan
@@ -27,6 +28,10 @@ def analyze(
     gate_input: float | None = None,
     epsilon: float = EPSILON,
     lower_bound: float | None = None,
+    tp: int = 1,
+    balance: "Balance" = "off",
+    budget: int | None = None,
+    concurrency: int | None = None,
 ) -> "Analysis":
     """Retention horizons from the weights alone, and what each cutoff keeps and saves.
 
@@ -38,9 +43,14 @@ def analyze(
         gate_input: representative gate input a_s, None for the paper's value or the default of the gate.
         epsilon: share still present at the horizon.
         lower_bound: l of the safe gate, for configs that do not state it.
+        tp: tensor-parallel ranks that share the heads.
+        balance: placement on them: `off`, `storage` or `hybrid`.
+        budget: bytes per rank for all states, to count slots.
+        concurrency: requests wanted at once in that budget.
 
     Raises:
         SourceError, UnsupportedModel, NumericError, UsageError: see `hybridstate.errors`.
+        PlanMismatch: the ranks do not divide the heads, or `hybrid` with quantised linear weights.
     """
     from hybridstate.checkpoint import open_checkpoint
     from hybridstate.horizons.static import static_horizons
@@ -51,9 +61,15 @@ def analyze(
         near_cutoff_warnings,
         source_of,
     )
+    from hybridstate.plan.capacity import capacity, check_request
+    from hybridstate.plan.placement import check_permutable, check_tp
 
+    check_request(budget, concurrency)
     checkpoint = open_checkpoint(model, lower_bound=lower_bound)
     spec = checkpoint.spec
+    check_tp(spec, tp)
+    if balance == "hybrid":
+        check_permutable(checkpoint)
     a_s = spec.default_gate_input if gate_input is None else gate_input
     a_s_source = spec.default_gate_input_source if gate_input is None else "given"
     horizons = tuple(
@@ -75,6 +91,15 @@ def analyze(
         epsilon=epsilon,
         horizons=horizons,
         cutoffs=cutoffs,
+        capacity=capacity(
+            spec,
+            horizons,
+            [cutoff.selection for cutoff in cutoffs],
+            tp=tp,
+            balance=balance,
+            budget=budget,
+            requests=concurrency,
+        ),
         warnings=model_warnings(checkpoint, gate_input_source=a_s_source)
         + near_cutoff_warnings(cutoffs),
     )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hybridstate import api
-from hybridstate.figures import ANALYSIS_FIGURES, analysis_figures
+from hybridstate.figures import analysis_figures, figure_names
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -19,12 +19,14 @@ def rows(path: Path) -> list[dict[str, str]]:
 def test_pictures_and_numbers_are_reproducible(
     tmp_path: Path, model: str, request: pytest.FixtureRequest
 ) -> None:
-    analysis = api.analyze(request.getfixturevalue(model))
+    analysis = api.analyze(request.getfixturevalue(model), tp=2, balance="hybrid")
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         analysis_figures(analysis, tmp_path / name)
     files = sorted(p.name for p in (tmp_path / "a").iterdir())
-    assert files == sorted(f"{n}.{k}" for n in ANALYSIS_FIGURES for k in ("csv", "png"))
+    names = figure_names(analysis.spec.unit, 2)
+    assert ("channels" in names) == (model == "tiny_kda")
+    assert files == sorted(f"{n}.{k}" for n in names for k in ("csv", "png"))
     for file in files:
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
 

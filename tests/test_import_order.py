@@ -29,10 +29,11 @@ RANKS = {
     "quality": 10,
     "bench": 11,
     "figures": 11,
-    "api": 12,
-    "cli": 13,
-    "__main__": 14,
-    "__init__": 14,  # resolves the public names from api on first use
+    "report": 12,
+    "api": 13,
+    "cli": 14,
+    "__main__": 15,
+    "__init__": 15,  # resolves the public names from api on first use
 }
 DATA_FOLDERS = {"models", "prompts"}
 
@@ -49,6 +50,7 @@ LIGHT_ROOTS = (
     "plan",
     "quality.tasks",
     "figures",
+    "report",
     "api",
     "cli",
     "__init__",

@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hybridstate.cli.analyze_tables import analysis_tables, remarks, validation_tables
+from hybridstate.cli.capacity_tables import capacity_tables
 from hybridstate.cli.options import (
+    Balance,
     Device,
     DryRun,
     Epsilon,
@@ -17,16 +20,18 @@ from hybridstate.cli.options import (
     Model,
     OutputFolder,
     Quiet,
+    TensorParallel,
     WMax,
     check_device,
+    parse_balance,
     parse_gate_input,
 )
 from hybridstate.cli.output import Output, command
 from hybridstate.defaults import EPSILON, W_MAX
+from hybridstate.report import REPORT_FILE
 
 if TYPE_CHECKING:
     from hybridstate.checkpoint import Checkpoint
-    from hybridstate.horizons.observed import HorizonValidation
     from hybridstate.plan.analysis import Analysis
 
 
@@ -36,7 +41,9 @@ def register(app: typer.Typer) -> None:
         "analyze",
         short_help="Horizons, retained units and bytes from the weights alone.",
         epilog="Example: hybridstate analyze tiny-kda\n\n"
-        "Example: hybridstate analyze ./Qwen3.6-35B-A3B --w-max 64 --w-max 256 -o out",
+        "Example: hybridstate analyze ./Qwen3.6-35B-A3B --w-max 64 --w-max 256 -o out\n\n"
+        "Example: hybridstate analyze ./Kimi-Linear-48B --tp 8 --balance storage --budget 8GiB "
+        "--concurrency 64 --report report",
     )(analyze)
 
 
@@ -46,7 +53,36 @@ def analyze(
     gate_input: GateInput = "auto",
     epsilon: Epsilon = EPSILON,
     lower_bound: LowerBound = None,
+    tp: TensorParallel = 1,
+    balance: Balance = "off",
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            "--budget",
+            metavar="SIZE",
+            help="Memory per rank for all states, such as 8GiB: counts slots.",
+            show_default=False,
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(
+            "--concurrency",
+            metavar="N",
+            help="Requests wanted at once in that memory: finds the cutoff that allows them.",
+            show_default=False,
+        ),
+    ] = None,
     output: OutputFolder = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            "--report",
+            metavar="DIR",
+            help="Write one self-contained HTML page to this new folder.",
+            show_default=False,
+        ),
+    ] = None,
     validate: Annotated[
         bool,
         typer.Option("--validate", help="Also run the model on 8 prose prefixes (needs torch)."),
@@ -60,18 +96,24 @@ def analyze(
     """How far back each part of the recurrent state remembers, and what a cutoff keeps.
 
     Reads the decay tensors alone (kilobytes, whatever the size of the model), never the other
-    weights, and needs neither torch nor transformers. With -o it also writes analysis.json and
-    three figures with the CSV behind each.
+    weights, and needs neither torch nor transformers. With --tp it also places the state on ranks,
+    with --budget it counts the slots that fit. -o writes analysis.json and the figures with the CSV
+    behind each, --report the same as one page.
     """
     with command("analyze", model=model, json=json, quiet=quiet) as out:
+        from hybridstate.plan.capacity import check_request, parse_bytes
         from hybridstate.provenance import check_output_folder
 
         a_s = parse_gate_input(gate_input)
         check_device(device)
-        if output is not None:
-            check_output_folder(output, force=force)
+        mode = parse_balance(balance)
+        memory = None if budget is None else parse_bytes(budget)
+        check_request(memory, concurrency)
+        for folder in (output, report):
+            if folder is not None:
+                check_output_folder(folder, force=force)
         if dry_run:
-            _dry_run(out, model, lower_bound, output, w_max or W_MAX, epsilon)
+            _dry_run(out, model, lower_bound, output, report, w_max or W_MAX, epsilon, tp, mode)
             return
         from hybridstate import api
 
@@ -86,10 +128,15 @@ def analyze(
             gate_input=a_s,
             epsilon=epsilon,
             lower_bound=lower_bound,
+            tp=tp,
+            balance=mode,
+            budget=memory,
+            concurrency=concurrency,
         )
         result = analysis.to_json()
-        _remarks(out, analysis)
-        _tables(out, analysis)
+        remarks(out, analysis)
+        analysis_tables(out, analysis)
+        capacity_tables(out, analysis)
         if validate:
             validation = api.validate_horizons(
                 model,
@@ -101,11 +148,15 @@ def analyze(
                 progress=out.progress,
             )
             result["validation"] = validation.to_json()
-            _validation_tables(out, validation)
+            validation_tables(out, validation)
         if output is not None:
             written = _write(output, analysis, result, force=force)
             result["written"] = written
             out.note(f"wrote {len(written)} files to {output}")
+        if report is not None:
+            page = _write_report(out, report, analysis, force=force)
+            result["report"] = page
+            out.note(f"wrote {page}")
         out.result(result)
 
 
@@ -114,17 +165,24 @@ def _dry_run(
     model: str,
     lower_bound: float | None,
     folder: Path | None,
+    report: Path | None,
     w_max: Sequence[int],
     epsilon: float,
+    tp: int,
+    balance: str,
 ) -> None:
     from hybridstate.checkpoint import open_checkpoint
     from hybridstate.horizons.static import check_epsilon
+    from hybridstate.plan.placement import check_permutable, check_tp
     from hybridstate.plan.select import check_w_max
 
     check_epsilon(epsilon)
     for cutoff in w_max:
         check_w_max(cutoff)
     checkpoint = open_checkpoint(model, lower_bound=lower_bound)
+    check_tp(checkpoint.spec, tp)
+    if balance == "hybrid":
+        check_permutable(checkpoint)
     reads = _reads(checkpoint)
     total = sum(read["bytes"] for read in reads)
     size = sum(file.stat().st_size for file in checkpoint.files)
@@ -138,9 +196,13 @@ def _dry_run(
         note=f"{len(reads)} tensors, {total:,} bytes, and {checkpoint.header_bytes:,} bytes of "
         f"headers, of {size:,} bytes in {len(checkpoint.files)} files",
     )
-    writes = [] if folder is None else [str(folder / name) for name in _file_names()]
+    names = _file_names(checkpoint.spec.unit, tp)
+    writes = [] if folder is None else [str(folder / name) for name in names]
     if writes:
         out.text(f"would write {len(writes)} files to {folder}")
+    if report is not None:
+        writes.append(str(report / REPORT_FILE))
+        out.text(f"would write {writes[-1]}")
     out.result(
         {
             "dry_run": True,
@@ -169,129 +231,11 @@ def _reads(checkpoint: "Checkpoint") -> list[dict[str, Any]]:
     ]
 
 
-def _file_names() -> list[str]:
-    from hybridstate.figures import ANALYSIS_FIGURES
+def _file_names(unit: str, tp: int) -> list[str]:
+    from hybridstate.figures import figure_names
 
-    return ["analysis.json", *(f"{n}.{kind}" for n in ANALYSIS_FIGURES for kind in ("csv", "png"))]
-
-
-def _remarks(out: Output, analysis: "Analysis") -> None:
-    source = analysis.source
-    for note in source.notes:
-        out.note(note)
-    out.note(
-        f"read {source.tensor_bytes:,} bytes in {source.tensors} decay tensors "
-        f"of {source.checkpoint_bytes:,}"
-    )
-    for warning in analysis.warnings:
-        out.warn(warning)
-
-
-def _tables(out: Output, analysis: "Analysis") -> None:
-    spec, source = analysis.spec, analysis.source
-    dtypes = ", ".join(f"{name} {'/'.join(found)}" for name, found in source.stored_dtypes.items())
-    bound = "" if spec.lower_bound is None else f", lower bound {spec.lower_bound:g}"
-    first = spec.layers[0]
-    heads = (
-        f"{first.value_heads} heads"
-        if first.bundle == 1
-        else f"{first.key_heads} key and {first.value_heads} value heads"
-    )
-    out.text(
-        f"{source.name}: {spec.name}, {len(spec.layers)} of {spec.num_layers} layers linear, "
-        f"{heads} of {first.key_dim} x {first.value_dim}"
-    )
-    out.text(
-        f"{spec.gate} gate{bound}, gate input {analysis.gate_input:g} "
-        f"({analysis.gate_input_source}; a larger one shortens every horizon), stored as {dtypes}"
-    )
-    tokens = analysis.quantiles
-    out.table(
-        f"horizon in tokens at which {analysis.epsilon:g} of the content is left",
-        ("units", "shortest", "10 %", "median", "90 %", "longest", "infinite"),
-        [
-            (
-                tokens["units"],
-                *(_tokens(tokens[name]) for name in ("min", "p10", "median", "p90", "max")),
-                tokens["infinite"],
-            )
-        ],
-    )
-    cutoffs = analysis.cutoffs
-    out.table(
-        f"retained units (one {'value head' if spec.unit == 'head' else 'key channel of a head'} each)",
-        ("W_max", "retained", "share %", "W_replay", "per layer"),
-        [
-            (
-                c.selection.w_max,
-                sum(c.selection.counts),
-                _fixed(100 * c.selection.fraction, 1),
-                c.selection.w_replay,
-                f"{min(c.selection.counts)}..{max(c.selection.counts)}",
-            )
-            for c in cutoffs
-        ],
-    )
-    dense = cutoffs[0].accounting
-    out.table(
-        "checkpoint size, dense over compressed",
-        ("W_max", "bytes", "full", "full padded", "temporal", "temporal padded"),
-        [
-            (
-                c.selection.w_max,
-                c.accounting.ragged_bytes,
-                _ratio(c.accounting.ratio_full_ragged),
-                _ratio(c.accounting.ratio_full_padded),
-                _ratio(c.accounting.ratio_temporal_ragged),
-                _ratio(c.accounting.ratio_temporal_padded),
-            )
-            for c in cutoffs
-        ],
-        note=f"dense: {dense.dense_bytes:,} bytes = {dense.temporal_dense_bytes:,} temporal (FP32) "
-        f"+ {dense.conv_bytes:,} convolution (BF16); full ratios count both",
-    )
-
-
-def _tokens(value: float | int | None) -> float | str:
-    return "inf" if value is None else float(value)
-
-
-def _fixed(value: float, digits: int) -> str:
-    return f"{value:.{digits}f}"
-
-
-def _ratio(value: float | None) -> str | None:
-    return None if value is None else f"{value:.2f}x"
-
-
-def _validation_tables(out: Output, found: "HorizonValidation") -> None:
-    title = f"static horizons against {found.prefixes} prefixes of {found.tokens:,} tokens"
-    out.table(
-        f"{title} ({found.source})",
-        ("Spearman, per prefix and layer", "median", "25 %", "75 %", "pairs", "constant"),
-        [
-            (name, *map(_rho, (a.median, a.lower_quartile, a.upper_quartile)), a.pairs, constant)
-            for name, a in (
-                ("observed horizon H_e", found.horizons),
-                ("state magnitude M_S", found.magnitudes),
-            )
-            for constant in (a.constant_pairs,)
-        ],
-        note="constant: pairs left out because all units were equal",
-    )
-    out.table(
-        "the cutoff, decided by static and by observed horizons",
-        ("W_max", "same side %", "omitted", "omitted but longer"),
-        [
-            (c.w_max, _fixed(100 * c.same_side, 1), c.omitted, c.omitted_but_longer)
-            for c in found.cutoffs
-        ],
-        note="units counted once per prefix",
-    )
-
-
-def _rho(value: float | None) -> str | None:
-    return None if value is None else f"{value:.3f}"
+    names = figure_names(unit, tp)
+    return ["analysis.json", *(f"{name}.{kind}" for name in names for kind in ("csv", "png"))]
 
 
 def _write(folder: Path, analysis: "Analysis", result: dict[str, Any], *, force: bool) -> list[str]:
@@ -307,3 +251,15 @@ def _write(folder: Path, analysis: "Analysis", result: dict[str, Any], *, force:
         analysis_figures(analysis, partial)
         names = sorted(path.name for path in partial.iterdir())
     return [str(folder / name) for name in names]
+
+
+def _write_report(out: Output, folder: Path, analysis: "Analysis", *, force: bool) -> str:
+    from hybridstate.provenance import environment, fresh_folder
+    from hybridstate.report import analysis_page
+
+    page = analysis_page(
+        analysis, out.page_parts(), warnings=out.warnings, environment=environment()
+    )
+    with fresh_folder(folder, force=force) as partial:
+        (partial / REPORT_FILE).write_text(page, encoding="utf-8")
+    return str(folder / REPORT_FILE)

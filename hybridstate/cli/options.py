@@ -3,11 +3,14 @@
 import math
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hybridstate.errors import UsageError
+
+if TYPE_CHECKING:
+    from hybridstate.plan.placement import Balance as BalanceMode
 
 Model = Annotated[
     str,
@@ -68,6 +71,17 @@ LowerBound = Annotated[
 Device = Annotated[
     str, typer.Option("--device", metavar="auto|cpu|cuda", help="Where the model runs.")
 ]
+TensorParallel = Annotated[
+    int, typer.Option("--tp", metavar="P", help="Tensor-parallel ranks that share the heads.")
+]
+Balance = Annotated[
+    str,
+    typer.Option(
+        "--balance",
+        metavar="off|storage|hybrid",
+        help="Placement on the ranks: contiguous, stored units moved, heads permuted as well.",
+    ),
+]
 Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of every random choice.")]
 
 
@@ -80,6 +94,18 @@ def check_device(value: str) -> str:
     if not re.fullmatch(r"auto|cpu(:0)?|cuda(:\d{1,4})?", value):
         raise UsageError(f"--device takes auto, cpu, cuda or cuda:N, found {value!r}", found=value)
     return value
+
+
+def parse_balance(value: str) -> "BalanceMode":
+    """A placement mode.
+
+    Raises:
+        UsageError: none of the three.
+    """
+    for mode in ("off", "storage", "hybrid"):
+        if value == mode:
+            return mode
+    raise UsageError(f"--balance takes off, storage or hybrid, found {value!r}", found=value)
 
 
 def parse_gate_input(value: str) -> float | None:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
+    from hybridstate.report import PageTable
+
 SCHEMA: Final = "hybridstate.output/1"
 """Version of the JSON envelope."""
 
@@ -100,6 +102,23 @@ class Output:
     def text(self, line: str) -> None:
         """A line of the human result."""
         self._parts.append(line)
+
+    def page_parts(self) -> "list[PageTable | str]":
+        """The human result so far as text, for a page that shows the same."""
+        from hybridstate.report import PageTable
+
+        found: list[PageTable | str] = []
+        for part in self._parts:
+            if isinstance(part, str):
+                found.append(part)
+                continue
+            cells = tuple(tuple(_cell(value) for value in row) for row in part.rows)
+            numeric = tuple(
+                all(_NUMBER.match(row[number]) for row in cells)
+                for number in range(len(part.columns))
+            )
+            found.append(PageTable(part.title, part.columns, cells, part.note, numeric))
+        return found
 
     def note(self, message: str) -> None:
         """A line on stderr that is worth knowing; silent with `--quiet`."""

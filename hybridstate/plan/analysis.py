@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from hybridstate.checkpoint import Checkpoint
 from hybridstate.families import ModelSpec, sign_warning
 from hybridstate.plan.accounting import Accounting, account
+from hybridstate.plan.capacity import Capacity
+from hybridstate.plan.retention import retention_map
 from hybridstate.plan.select import Selection, select
 
 SCHEMA: Final = "hybridstate.analysis/1"
@@ -97,6 +99,7 @@ class Analysis:
         epsilon: share still present at the horizon.
         horizons: per linear layer, tokens, `[H]` or `[H, K]`.
         cutoffs: ascending.
+        capacity: bytes per rank, placement, and with a budget its slots.
         warnings: oddities of the checkpoint and of the numbers.
     """
 
@@ -107,6 +110,7 @@ class Analysis:
     epsilon: float
     horizons: tuple[NDArray[np.float64], ...]
     cutoffs: tuple[Cutoff, ...]
+    capacity: Capacity
     warnings: tuple[str, ...]
 
     @property
@@ -141,7 +145,11 @@ class Analysis:
                 "a_s_source": self.gate_input_source,
                 "tokens": self.quantiles,
             },
-            "cutoffs": [cutoff.to_json() for cutoff in self.cutoffs],
+            "cutoffs": [
+                cutoff.to_json() | {"retention": retention_map(spec, cutoff.selection).to_json()}
+                for cutoff in self.cutoffs
+            ],
+            "capacity": self.capacity.to_json(),
             "layers": [
                 {
                     "index": layer.index,

@@ -11,7 +11,7 @@ each with the BF16 convolution state, which is never compressed. A pool of B byt
 `floor(B / b) - 1` usable slots: allocators keep slot 0 for themselves (DASC C.1).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -29,13 +29,12 @@ from hybridstate.plan.accounting import (
 )
 from hybridstate.plan.placement import Balance, Placement, check_tp, place
 from hybridstate.plan.select import Selection
+from hybridstate.plan.widths import slot_width, smallest_cutoff
 
 Format = Literal["fp32", "int8-checkpoint", "packed"]
 
 CACHED_PER_REQUEST: Final = 2
 """Slots that engines add per request for cached prefixes: the difference of sized and held."""
-
-_LONGEST_CUTOFF: Final = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +266,7 @@ def capacity(
         UsageError: no positive budget or number of requests, or requests without a budget.
         PlanMismatch: the ranks do not divide the heads.
     """
-    _check(budget, requests)
+    check_request(budget, requests)
     check_tp(spec, tp)
     placements = tuple(place(spec, s, tp=tp, mode=balance) for s in selections)
     conv = conv_bytes(spec) // tp
@@ -330,7 +329,12 @@ def ratio(whole: int, part: int) -> float | None:
     return whole / part if part else None
 
 
-def _check(budget: int | None, requests: int | None) -> None:
+def check_request(budget: int | None, requests: int | None) -> None:
+    """Refuse a budget or a number of requests that is none.
+
+    Raises:
+        UsageError: not positive, or requests without the memory they must fit into.
+    """
     if budget is not None and budget < 1:
         raise UsageError(f"--budget must be positive, found {budget} bytes", found=budget)
     if requests is not None and requests < 1:
@@ -372,39 +376,6 @@ def _wanted(
         )
         for plan in RESERVATIONS
     )
-
-
-def slot_width(
-    spec: ModelSpec, horizons: Sequence[NDArray[np.float64]], tp: int, balance: Balance
-) -> Callable[[int], int]:
-    """Units of a slot as a function of the cutoff; balanced modes need ceil(N / P) whatever moves."""
-    values, ranks = [], []
-    for layer, found in zip(spec.layers, horizons, strict=True):
-        per_rank = found.reshape(tp, -1)
-        values.append(per_rank.reshape(-1))
-        ranks.append(np.repeat(np.arange(tp), per_rank.shape[1]))
-        assert layer.key_heads % tp == 0
-    horizon, rank = np.concatenate(values), np.concatenate(ranks)
-
-    def width(w_max: int) -> int:
-        counts = np.bincount(rank[horizon > w_max], minlength=tp)
-        return int(counts.max()) if balance == "off" else -(-int(counts.sum()) // tp)
-
-    return width
-
-
-def smallest_cutoff(enough: Callable[[int], bool]) -> int | None:
-    """The smallest W_max of 4 to 2^20 tokens that is enough; None if none is.
-
-    A larger cutoff never keeps more, so bisection finds it.
-    """
-    low, high = 4, _LONGEST_CUTOFF
-    if not enough(high):
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle + 1, high)
-    return low
 
 
 def parse_bytes(text: str) -> int:

@@ -46,20 +46,17 @@ def test_json_document_carries_the_analysis(tiny_gdn: Path) -> None:
     assert [c["w_max"] for c in found["result"]["cutoffs"]] == [16, 64, 128, 512]
 
 
-def test_output_folder_holds_json_and_three_figures(tiny_kda: Path, tmp_path: Path) -> None:
+def test_output_folder_holds_json_and_every_figure_with_its_csv(
+    tiny_kda: Path, tmp_path: Path
+) -> None:
     target = tmp_path / "out"
     result = run("analyze", tiny_kda, "-o", target, "--json")
     assert result.exit_code == 0, result.output
     names = sorted(path.name for path in target.iterdir())
-    assert names == [
-        "analysis.json",
-        "bytes.csv",
-        "bytes.png",
-        "horizons.csv",
-        "horizons.png",
-        "retained.csv",
-        "retained.png",
-    ]
+    pictures = ("bytes", "capacity", "channels", "decay", "horizon_map", "horizons", "retained")
+    assert names == sorted(
+        ["analysis.json", *(f"{name}.{kind}" for name in pictures for kind in ("csv", "png"))]
+    )
     assert [Path(p).name for p in document(result)["result"]["written"]] == names
     written = json.loads((target / "analysis.json").read_text())
     assert "environment" in written
@@ -77,7 +74,7 @@ def test_dry_run_lists_every_byte_range_and_writes_nothing(tiny_kda: Path, tmp_p
     assert not target.exists()
     assert [r["tensor"].rsplit(".", 1)[1] for r in found["reads"]] == ["A_log", "dt_bias"] * 3
     assert sum(r["bytes"] for r in found["reads"]) == found["tensor_bytes"] == 3 * (16 + 128)
-    assert len(found["writes"]) == 7
+    assert len(found["writes"]) == 15
     data = (tiny_kda / found["reads"][1]["file"]).read_bytes()
     assert len(data) == found["checkpoint_bytes"]
     table = run("analyze", tiny_kda, "--dry-run").stdout
