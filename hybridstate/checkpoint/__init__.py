@@ -1,4 +1,4 @@
-"""Model folders: checked headers and byte-range reads of single tensors, values as stored."""
+"""Models in folders and on the Hub: checked headers, single tensors by byte range, values as stored."""
 
 from hybridstate.checkpoint.header import TensorEntry
 from hybridstate.checkpoint.source import EMBEDDED, Checkpoint, DecayParameters, open_checkpoint

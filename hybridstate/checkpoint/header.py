@@ -6,7 +6,8 @@ data_offsets), then the data. Offsets count from the end of the header.
 
 import json
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +20,15 @@ from hybridstate.provenance import sha256_bytes
 
 MAX_HEADER_BYTES: Final = 25_000_000
 """Longest header accepted, the limit of huggingface_hub."""
+
+MAX_DIMENSIONS: Final = 64
+"""Most dimensions of a tensor, NumPy's limit."""
+
+LENGTH_BYTES: Final = 8
+"""Bytes in front of the header that give its length."""
+
+_TOO_LARGE: Final = 1 << 63
+_FETCH_AGAIN: Final = "the download is incomplete; fetch this file again"
 
 DTYPE_BITS: Final[dict[str, int]] = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64,
@@ -58,12 +68,62 @@ class Header:
     nbytes: int
 
 
-def read_header(path: Path) -> Header:
-    """Parse and check a header without touching the data.
+def header_length(file: Path, first: bytes, size: int) -> int:
+    """Length of the header from the first 8 bytes of a file of `size` bytes.
 
     Raises:
-        SourceError: missing, too short, header too large, not JSON, a tensor outside the file, of
-            an unknown dtype, of the wrong size, named twice or overlapping another.
+        SourceError: too few bytes, or a length that is too large, zero or beyond the file.
+    """
+    if len(first) < LENGTH_BYTES:
+        raise SourceError(
+            f"{file}: {size} bytes is too short for a safetensors file",
+            hint=_FETCH_AGAIN,
+            file=str(file),
+            found=size,
+        )
+    length = int.from_bytes(first[:LENGTH_BYTES], "little")
+    if length > MAX_HEADER_BYTES:
+        raise SourceError(
+            f"{file}: header of {length} bytes, at most {MAX_HEADER_BYTES} are accepted; "
+            "this is not a safetensors file or it is corrupt",
+            file=str(file),
+            found=length,
+            expected=MAX_HEADER_BYTES,
+        )
+    if LENGTH_BYTES + length > size:
+        raise SourceError(
+            f"{file} is truncated inside its header: {size} bytes, {LENGTH_BYTES + length} needed",
+            hint=_FETCH_AGAIN,
+            file=str(file),
+            found=size,
+            expected=LENGTH_BYTES + length,
+        )
+    return length
+
+
+def parse_header(file: Path, raw: bytes, size: int) -> Header:
+    """Parse and check the header bytes `raw` of a file of `size` bytes; the only parser there is.
+
+    Raises:
+        SourceError: not a JSON object in UTF-8, a name twice or unusable, metadata that is no text,
+            a dtype, shape or offset that cannot be, a tensor that overlaps another or lies outside
+            the file, bytes that belong to no tensor.
+    """
+    table = _parse(file, raw)
+    metadata = table.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise SourceError(f"{file}: __metadata__ is not a table of text", file=str(file))
+    data_start = LENGTH_BYTES + len(raw)
+    entries = {name: _entry(file, name, item, data_start) for name, item in table.items()}
+    _check_ranges(file, entries, data_start, size)
+    return Header(entries, metadata, sha256_bytes(raw), data_start)
+
+
+def read_header(path: Path) -> Header:
+    """The header of a local file, without touching the data.
+
+    Raises:
+        SourceError: missing, unreadable, or what `header_length` and `parse_header` refuse.
     """
     try:
         if not path.is_file() and path.exists():
@@ -71,116 +131,138 @@ def read_header(path: Path) -> Header:
             raise SourceError(f"{path} is {what}, a safetensors file is expected", file=str(path))
         size = path.stat().st_size
         with path.open("rb") as stream:
-            length_bytes = stream.read(8)
-            length = int.from_bytes(length_bytes, "little")
-            if len(length_bytes) < 8:
-                raise SourceError(
-                    f"{path}: {size} bytes is too short for a safetensors file",
-                    hint="the download is incomplete; fetch this file again",
-                    file=str(path),
-                )
-            if length > MAX_HEADER_BYTES:
-                raise SourceError(
-                    f"{path}: header of {length} bytes, at most {MAX_HEADER_BYTES} are accepted; "
-                    "this is not a safetensors file or it is corrupt",
-                    file=str(path),
-                    found=length,
-                    expected=MAX_HEADER_BYTES,
-                )
+            length = header_length(path, stream.read(LENGTH_BYTES), size)
             raw = stream.read(length)
     except OSError as error:
         raise SourceError(f"{path}: {error.strerror}", file=str(path)) from error
     if len(raw) < length:
         raise SourceError(
-            f"{path} is truncated inside its header: {size} bytes, {8 + length} needed",
-            hint="the download is incomplete; fetch this file again",
+            f"{path} became shorter while it was read: {len(raw)} of {length} header bytes",
+            hint="wait until the download is finished",
             file=str(path),
-            found=size,
-            expected=8 + length,
         )
-    table = _parse(path, raw)
-    metadata = table.pop("__metadata__", {})
-    entries = {name: _entry(path, name, item, 8 + length) for name, item in table.items()}
-    _check_ranges(path, entries, size)
-    strings = {str(k): str(v) for k, v in metadata.items()} if isinstance(metadata, dict) else {}
-    return Header(entries, strings, sha256_bytes(raw), 8 + length)
+    return parse_header(path, raw, size)
 
 
-def _parse(path: Path, raw: bytes) -> dict[str, Any]:
+def strict_pairs(file: Path) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """A hook for `json.loads` that refuses a key that appears twice in one object."""
+
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
         if len(table) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise SourceError(f"{path}: {twice!r} appears twice in the header", file=str(path))
+            counts = Counter(name for name, _ in pairs)
+            twice = next(name for name, count in counts.items() if count > 1)
+            raise SourceError(f"{file}: {twice!r:.200} appears twice in it", file=str(file))
         return table
 
+    return unique
+
+
+def _parse(file: Path, raw: bytes) -> dict[str, Any]:
+    def no_number(word: str) -> float:
+        raise ValueError(f"{word} is no JSON number")
+
     try:
-        table = json.loads(raw, object_pairs_hook=unique)
+        table = json.loads(
+            raw.decode("utf-8"), object_pairs_hook=strict_pairs(file), parse_constant=no_number
+        )
+    except UnicodeDecodeError as error:
+        raise SourceError(
+            f"{file}: the header is not UTF-8 text (byte {error.start}); this is not a safetensors "
+            "file or it is corrupt",
+            file=str(file),
+        ) from error
     except (ValueError, RecursionError) as error:
         raise SourceError(
-            f"{path}: the header is not JSON ({error}); this is not a safetensors file or it is "
+            f"{file}: the header is not JSON ({error}); this is not a safetensors file or it is "
             "corrupt",
-            file=str(path),
+            file=str(file),
         ) from error
     if not isinstance(table, dict):
-        raise SourceError(f"{path}: the header is not a JSON object", file=str(path))
+        raise SourceError(f"{file}: the header is not a JSON object", file=str(file))
     return table
 
 
-def _entry(path: Path, name: str, item: Any, data_start: int) -> TensorEntry:
+def _entry(file: Path, name: str, item: Any, data_start: int) -> TensorEntry:
     try:
         dtype, shape, offsets = item["dtype"], item["shape"], item["data_offsets"]
         start, end = offsets
-        numbers = [*shape, start, end]
     except (TypeError, KeyError, ValueError) as error:
-        raise SourceError(
-            f"{path}: header entry of {name} lacks dtype, shape or data_offsets",
-            file=str(path),
-            tensor=name,
-        ) from error
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
-        raise SourceError(
-            f"{path}: header entry of {name} has a shape or offset that is no natural number",
-            file=str(path),
-            tensor=name,
+        raise _bad_entry(file, name, "lacks dtype, shape or data_offsets") from error
+    if not isinstance(shape, list) or not isinstance(offsets, list):
+        raise _bad_entry(file, name, "has a shape or data_offsets that is no list")
+    if len(shape) > MAX_DIMENSIONS:
+        raise _bad_entry(
+            file, name, f"has {len(shape)} dimensions, at most {MAX_DIMENSIONS} are accepted"
         )
+    for number in (*shape, start, end):
+        if type(number) is not int or number < 0:
+            raise _bad_entry(file, name, "has a shape or offset that is no natural number")
+        if number >= _TOO_LARGE:
+            raise _bad_entry(file, name, "has a shape or offset beyond 63 bits")
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise SourceError(
-            f"{path}: {name} has the unknown dtype {dtype!r}",
-            file=str(path),
+            f"{file}: {name:.200} has the unknown dtype {dtype!r:.60}",
+            file=str(file),
             tensor=name,
-            found=str(dtype),
+            found=str(dtype)[:60],
         )
-    expected = (math.prod(shape) * DTYPE_BITS[dtype] + 7) // 8
-    if end - start != expected:
+    bits = math.prod(shape) * DTYPE_BITS[dtype]
+    if bits % 8:
+        raise _bad_entry(file, name, f"needs {bits} bits as {dtype} {shape}, no whole bytes")
+    if end - start != bits // 8:
         raise SourceError(
-            f"{path}: {name} spans {end - start} bytes, {dtype} {list(shape)} needs {expected}",
-            file=str(path),
+            f"{file}: {name:.200} spans {end - start} bytes, {dtype} {shape} needs {bits // 8}",
+            file=str(file),
             tensor=name,
             found=end - start,
-            expected=expected,
+            expected=min(bits // 8, _TOO_LARGE),
         )
-    return TensorEntry(path, dtype, tuple(shape), data_start + start, data_start + end)
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise _bad_entry(file, ascii(name), "has a name that is no Unicode text") from error
+    return TensorEntry(file, dtype, tuple(shape), data_start + start, data_start + end)
 
 
-def _check_ranges(path: Path, entries: Mapping[str, TensorEntry], size: int) -> None:
+def _bad_entry(file: Path, name: str, what: str) -> SourceError:
+    return SourceError(f"{file}: header entry of {name:.200} {what}", file=str(file), tensor=name)
+
+
+def _check_ranges(
+    file: Path, entries: Mapping[str, TensorEntry], data_start: int, size: int
+) -> None:
+    """Tensors lie one behind the other, without gap or overlap, from the header to the end."""
     ordered = sorted(entries.items(), key=lambda pair: (pair[1].start, pair[1].end))
-    previous_end, previous_name = 0, ""
+    previous_end, previous_name = data_start, "the header"
     for name, entry in ordered:
-        if entry.start < previous_end and entry.nbytes:
+        if entry.start < previous_end:
             raise SourceError(
-                f"{path}: {name} overlaps {previous_name}", file=str(path), tensor=name
+                f"{file}: {name:.200} overlaps {previous_name:.200}", file=str(file), tensor=name
             )
-        if entry.end > previous_end:
-            previous_end, previous_name = entry.end, name
+        if entry.start > previous_end:
+            raise SourceError(
+                f"{file}: {entry.start - previous_end} bytes between {previous_name:.200} and "
+                f"{name:.200} belong to no tensor",
+                file=str(file),
+                tensor=name,
+            )
+        previous_end, previous_name = entry.end, name
     if previous_end > size:
         raise SourceError(
-            f"{path} is truncated: {size} bytes, {previous_end} needed up to the end of "
-            f"{previous_name}",
-            hint="the download is incomplete; fetch this file again",
-            file=str(path),
+            f"{file} is truncated: {size} bytes, {previous_end} needed up to the end of "
+            f"{previous_name:.200}",
+            hint=_FETCH_AGAIN,
+            file=str(file),
             tensor=previous_name,
+            found=size,
+            expected=previous_end,
+        )
+    if previous_end < size:
+        raise SourceError(
+            f"{file}: {size - previous_end} bytes behind {previous_name:.200} belong to no tensor",
+            hint="header and data belong to different files; fetch this file again",
+            file=str(file),
             found=size,
             expected=previous_end,
         )

@@ -1,9 +1,7 @@
-"""A model folder as a `Checkpoint`: config, tensor table, and single tensors read by byte range."""
+"""A model as a `Checkpoint`, from a folder or the Hub: config, tensor table, single tensors by byte range."""
 
 import hashlib
-import json
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +11,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridstate.checkpoint.header import Header, TensorEntry, decode, read_bytes, read_header
+from hybridstate.checkpoint.folder import FolderReader, read_folder
+from hybridstate.checkpoint.header import TensorEntry, decode
+from hybridstate.checkpoint.hub import HubName, hub_name, read_hub
+from hybridstate.checkpoint.index import config_digest
+from hybridstate.checkpoint.parts import Origin, Read, Reader
 from hybridstate.errors import NumericError, SourceError
 from hybridstate.families import LinearLayer, ModelSpec, check_log_scale, detect
 from hybridstate.families.detect import check_blocks
@@ -21,13 +23,6 @@ from hybridstate.provenance import canonical_json, sha256_bytes
 
 EMBEDDED: Final = ("tiny-gdn", "tiny-kda")
 """Models that ship with the package, under `hybridstate/models/<name>`."""
-
-_INDEX: Final = "model.safetensors.index.json"
-_SINGLE: Final = "model.safetensors"
-_LONGEST_FILE_NAME: Final = 255
-_HUB_NAME: Final = re.compile(
-    r"^(?:hf://)?(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?$"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +45,23 @@ class DecayParameters:
 
 @dataclass
 class Checkpoint:
-    """A model folder. Nothing is read beyond config, index and headers until `read` or `decay`.
+    """A model. Nothing is read beyond config, index and headers until `read` or `decay`.
 
     Attributes:
-        path: the folder.
-        name: how to call it in output: the embedded name, or the folder's name.
+        path: the folder; for a Hub model the place of its cached parts.
+        name: how to call it in output: the embedded or Hub name, or the folder's name.
         config: parsed `config.json`.
-        entries: tensor name -> place and dtype, over all shards.
-        files: the shards in name order.
+        entries: tensor name -> place and dtype, over the shards whose headers were read: all of a
+            folder, and of a Hub model those that hold linear-attention layers.
+        names: names of all tensors.
+        files: the shards whose headers were read, in name order.
         notes: facts a user should see (which source was chosen), one line each.
         warnings: oddities that do not stop the work, one line each.
         lower_bound: l of the safe gate given by the user.
         bytes_read: tensor bytes read so far.
         header_bytes: bytes of the headers.
+        size: bytes of the whole checkpoint.
+        origin: repository and commit of a Hub model, None for a folder.
     """
 
     path: Path
@@ -70,11 +69,16 @@ class Checkpoint:
     config: Mapping[str, Any]
     entries: Mapping[str, TensorEntry]
     files: tuple[Path, ...]
+    names: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     lower_bound: float | None = None
     bytes_read: int = 0
     header_bytes: int = 0
+    size: int = 0
+    origin: Origin | None = None
+    _reader: Reader = field(default_factory=FolderReader)
+    _ahead: dict[str, bytes] = field(default_factory=dict)
     _digests: dict[str, str] = field(default_factory=dict)
     _decay: dict[int, DecayParameters] = field(default_factory=dict)
     _decay_raw: dict[str, str] = field(default_factory=dict)
@@ -87,8 +91,10 @@ class Checkpoint:
     @cached_property
     def spec(self) -> ModelSpec:
         """Family, gate and geometry; raises what `families.detect` raises."""
-        spec = detect(self.shapes, self.config, lower_bound=self.lower_bound)
-        check_blocks(spec, self.shapes)
+        unread: dict[str, tuple[int, ...]] = dict.fromkeys(self.names, ())  # only names count there
+        shapes = {**unread, **self.shapes}
+        spec = detect(shapes, self.config, lower_bound=self.lower_bound)
+        check_blocks(spec, shapes)
         return spec
 
     def read_raw(self, name: str) -> bytes:
@@ -97,9 +103,28 @@ class Checkpoint:
         Raises:
             SourceError: no such tensor, or its file is truncated or unreadable.
         """
-        data = read_bytes(name, self._entry(name))
+        entry = self._entry(name)
+        data = self._ahead.get(name)
+        if data is None:
+            data = self._reader.fetch({name: entry})[name]
         self.bytes_read += len(data)
         return data
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Get tensors of a Hub model together, in as few requests as possible; a folder needs none.
+
+        Raises:
+            SourceError: no such tensor, or it cannot be read.
+        """
+        if self.origin is not None:
+            wanted = {name: self._entry(name) for name in names if name not in self._ahead}
+            self._ahead |= self._reader.fetch(wanted)
+
+    def cost(self, names: Iterable[str]) -> tuple[Read, ...]:
+        """What reading these tensors of a Hub model asks for where nothing is cached."""
+        if self.origin is None:
+            return ()
+        return self.origin.cost({name: self._entry(name) for name in names})
 
     def read(self, name: str) -> NDArray[np.float32] | NDArray[np.float64]:
         """One tensor, float64 if stored as F64, else float32: every value exactly as stored."""
@@ -110,6 +135,11 @@ class Checkpoint:
         family = self.spec.family
         return layer.prefix + family.a_log, layer.prefix + family.dt_bias
 
+    @property
+    def all_decay_tensors(self) -> tuple[str, ...]:
+        """Names of A_log and dt_bias of every linear layer, in layer order."""
+        return tuple(name for layer in self.spec.layers for name in self.decay_tensors(layer))
+
     def decay(self, layer: LinearLayer) -> DecayParameters:
         """Decay parameters of a layer; read once and kept.
 
@@ -118,6 +148,7 @@ class Checkpoint:
             SourceError: the tensors cannot be read.
         """
         if layer.index not in self._decay:
+            self.prefetch(self.all_decay_tensors)
             a_log_name, dt_bias_name = self.decay_tensors(layer)
             a_log = self._decay_values(a_log_name, layer.index)
             dt_bias = self._decay_values(dt_bias_name, layer.index)
@@ -181,47 +212,66 @@ def _named(value: float) -> str:
     return "NaN" if np.isnan(value) else f"{value:+}"
 
 
-def open_checkpoint(model: str | Path, *, lower_bound: float | None = None) -> Checkpoint:
-    """Open a model folder or an embedded model.
+def open_checkpoint(
+    model: str | Path,
+    *,
+    lower_bound: float | None = None,
+    weights: bool = False,
+    offline: bool = False,
+    cache_dir: Path | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Checkpoint:
+    """Open a model folder, an embedded model, or a model on the Hugging Face Hub.
 
     Args:
-        model: a folder, or the name of an embedded model; an existing folder wins.
+        model: a folder, the name of an embedded model, or `org/name[@revision]`, with or without
+            `hf://` in front; an existing folder wins unless `hf://` is given.
         lower_bound: l of the safe gate, for configs that do not state it.
+        weights: all weights are needed, so a Hub name is refused: nothing is downloaded unasked.
+        offline: make no request; Hub models then come from the cache.
+        cache_dir: where parts of Hub models are kept, instead of `$XDG_CACHE_HOME/hybridstate`.
+        progress: called with (stage, done, total) while a Hub model is read.
 
     Raises:
-        SourceError: nothing there, or config, index or a shard is missing or corrupt.
+        SourceError: nothing there; or config, index or a shard is missing or corrupt; or the Hub
+            does not give it.
     """
-    path, name, notes = _resolve(str(model))
-    config_bytes = _read_small(path / "config.json")
-    config = _json_object(path / "config.json", config_bytes)
-    headers, index_digest, warnings = _headers(path)
-    entries: dict[str, TensorEntry] = {}
-    for header in headers.values():
-        for tensor, entry in header.entries.items():
-            if tensor in entries:
-                raise SourceError(
-                    f"{tensor} is stored twice: in {entries[tensor].file.name} and "
-                    f"{entry.file.name} of {path}",
-                    tensor=tensor,
-                    file=str(entry.file),
-                )
-            entries[tensor] = entry
+    found = _resolve(str(model))
+    if isinstance(found, HubName):
+        if weights:
+            raise SourceError(
+                f"this needs the weights of {found}, and only its decay tensors are read from the "
+                "Hub",
+                hint=f"download it first: {found.download}",
+                reason="weights",
+                model=str(model),
+            )
+        parts = read_hub(found, offline=offline, cache_dir=cache_dir, progress=progress)
+    else:
+        parts = read_folder(*found)
     return Checkpoint(
-        path=path,
-        name=name,
-        config=MappingProxyType(config),
-        entries=MappingProxyType(entries),
-        files=tuple(headers),
-        notes=notes,
-        warnings=warnings,
+        path=parts.path,
+        name=parts.name,
+        config=MappingProxyType(parts.config),
+        entries=MappingProxyType(parts.entries),
+        files=parts.files,
+        names=parts.names,
+        notes=parts.notes,
+        warnings=parts.warnings,
         lower_bound=lower_bound,
-        header_bytes=sum(header.nbytes for header in headers.values()),
-        _digests={"config": _config_digest(config), "index": index_digest},
+        header_bytes=parts.header_bytes,
+        size=parts.size,
+        origin=parts.origin,
+        _reader=parts.reader,
+        _digests={"config": config_digest(parts.config), "index": parts.index_digest},
     )
 
 
-def _resolve(model: str) -> tuple[Path, str, tuple[str, ...]]:
-    """Folder, display name and notes of a MODEL argument."""
+def _resolve(model: str) -> HubName | tuple[Path, str, tuple[str, ...]]:
+    """A Hub name, or folder, display name and notes of a MODEL argument."""
+    named = None if model.startswith((".", "/", "~")) else hub_name(model)
+    if named is not None and named.explicit:
+        return named
     try:
         path = Path(model).expanduser()
         there = path.exists()
@@ -230,8 +280,9 @@ def _resolve(model: str) -> tuple[Path, str, tuple[str, ...]]:
         raise SourceError(f"no model at {model:.200}: {why}", model=model) from error
     if there and path.is_dir():
         folder = path.resolve()
-        wins = f"{model}: using the local folder {folder}, not the embedded model of that name"
-        return folder, folder.name, (wins,) if model in EMBEDDED else ()
+        other = "embedded model" if model in EMBEDDED else "Hub repository"
+        wins = f"{model}: using the local folder {folder}, not the {other} of that name"
+        return folder, folder.name, (wins,) if model in EMBEDDED or named is not None else ()
     if there:
         raise SourceError(
             f"{model} is a file; a model is a folder with config.json and safetensors files",
@@ -247,117 +298,11 @@ def _resolve(model: str) -> tuple[Path, str, tuple[str, ...]]:
             hint="install hybridstate again, or give a model folder",
             model=model,
         )
-    match = None if model.startswith((".", "/", "~")) else _HUB_NAME.match(model)
-    if match is not None:
-        repo, revision = match["repo"], match["revision"]
-        pin = f" --revision {revision}" if revision else ""
-        folder_name = repo.split("/")[1]
-        raise SourceError(
-            f"no folder {model}; reading models from the Hugging Face Hub is not built yet",
-            hint=f"download it first: hf download {repo}{pin} --local-dir {folder_name}, "
-            f"then give ./{folder_name} as MODEL",
-            model=model,
-        )
+    if named is not None:
+        return named
     raise SourceError(
         f"no model at {model}",
-        hint=f"give a folder with config.json, or an embedded model: {', '.join(EMBEDDED)}",
+        hint="give a folder with config.json, a Hub name such as org/name[@revision], or an "
+        f"embedded model: {', '.join(EMBEDDED)}",
         model=model,
     )
-
-
-def _read_small(path: Path) -> bytes:
-    try:
-        if path.exists() and not path.is_file():
-            raise SourceError(f"{path} is not a regular file", file=str(path))
-        return path.read_bytes()
-    except FileNotFoundError as error:
-        raise SourceError(
-            f"{path.parent} has no {path.name}",
-            hint="a model folder holds config.json and safetensors files",
-            file=str(path),
-        ) from error
-    except OSError as error:
-        raise SourceError(f"{path}: {error.strerror}", file=str(path)) from error
-
-
-def _json_object(path: Path, data: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f"{path} is not JSON: {error}", file=str(path)) from error
-    if not isinstance(value, dict):
-        raise SourceError(f"{path} is not a JSON object", file=str(path))
-    return value
-
-
-def _config_digest(config: Mapping[str, Any]) -> str:
-    """sha256 of the sorted config without the key an exported checkpoint adds."""
-    values = {key: value for key, value in config.items() if key != "state_plan"}
-    return sha256_bytes(json.dumps(values, sort_keys=True).encode())
-
-
-def _headers(path: Path) -> tuple[dict[Path, Header], str, tuple[str, ...]]:
-    """Header of every shard, digest of the tensor table, warnings.
-
-    `model.safetensors` wins over an index, as in transformers.
-    """
-    single = path / _SINGLE
-    if single.exists():
-        header = read_header(single)
-        return {single: header}, header.digest, ()
-    index_path = path / _INDEX
-    if not index_path.exists():
-        raise SourceError(
-            f"{path} has neither {_SINGLE} nor {_INDEX}",
-            hint="only safetensors checkpoints are read",
-            file=str(path),
-        )
-    data = _read_small(index_path)
-    weight_map = _json_object(index_path, data).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise SourceError(f"{index_path} has no weight_map", file=str(index_path))
-    names = sorted({str(name) for name in weight_map.values()})
-    for name in names:
-        proper = name.isprintable() and len(name) <= _LONGEST_FILE_NAME
-        if not proper or Path(name).name != name or not name.endswith(".safetensors"):
-            raise SourceError(
-                f"{index_path}: {name!r:.120} is not the name of a safetensors file in this folder",
-                file=str(index_path),
-            )
-        if not (path / name).exists():
-            tensors = sum(1 for shard in weight_map.values() if shard == name)
-            raise SourceError(
-                f"shard {name} is missing from {path} (1 of {len(names)}, {tensors} tensors)",
-                hint="the download is incomplete; fetch this file again",
-                file=str(path / name),
-            )
-    headers = {path / name: read_header(path / name) for name in names}
-    return headers, sha256_bytes(data), _compare(index_path, weight_map, headers)
-
-
-def _compare(
-    index_path: Path, weight_map: Mapping[str, Any], headers: Mapping[Path, Header]
-) -> tuple[str, ...]:
-    """Index against shards: a listed tensor must exist; unlisted tensors and files are warnings."""
-    for tensor, shard in weight_map.items():
-        if tensor not in headers[index_path.parent / str(shard)].entries:
-            raise SourceError(
-                f"{index_path.name} places {tensor} in {shard}, which does not hold it",
-                hint="index and shards belong to different versions; fetch them again",
-                file=str(index_path),
-                tensor=tensor,
-            )
-    warnings = []
-    unlisted = [t for header in headers.values() for t in header.entries if t not in weight_map]
-    if unlisted:
-        warnings.append(
-            f"{len(unlisted)} stored tensors are not listed in {index_path.name}, such as "
-            f"{unlisted[0]}"
-        )
-    stray = sorted(set(index_path.parent.glob("*.safetensors")) - set(headers))
-    if stray:
-        warnings.append(
-            f"{len(stray)} safetensors files are not listed in {index_path.name} and are ignored, "
-            f"such as {stray[0].name}"
-        )
-    return tuple(warnings)

@@ -250,9 +250,20 @@ def test_digests_follow_decay_bytes_and_nothing_else(tmp_path: Path) -> None:
     ],
 )
 def test_hub_name_prints_the_download_command(model: str, command: str) -> None:
-    with pytest.raises(SourceError, match="Hub is not built yet") as caught:
-        open_checkpoint(model)
+    with pytest.raises(SourceError, match="needs the weights of") as caught:
+        open_checkpoint(model, weights=True)
     assert command in str(caught.value.hint)
+
+
+def test_a_folder_that_looks_like_a_hub_name_wins_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path / "org" / "model", "kimi_linear")
+    monkeypatch.chdir(tmp_path)
+    assert "not the Hub repository of that name" in open_checkpoint("org/model").notes[0]
+    assert open_checkpoint("./org/model").notes == ()
+    with pytest.raises(SourceError, match="requests are switched off"):
+        open_checkpoint("hf://org/model", cache_dir=tmp_path / "cache")
 
 
 @pytest.mark.parametrize("model", ["./a/b", "/a/b", "~/a/b", "nowhere"])

@@ -1,0 +1,441 @@
+"""Requests to the Hugging Face Hub: checked byte ranges, time limits, retries, and what they cost.
+
+A body is read only after status 206 and a Content-Range that equals the request have been seen, so
+a server that ignores ranges costs a few hundred bytes and never a shard. `huggingface_hub` gives the
+HTTP client, the address of a file and the login; it is imported with the first request.
+"""
+
+import importlib
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+from urllib.parse import quote, urlsplit
+
+from hybridstate import __version__
+from hybridstate.errors import SourceError
+
+ATTEMPTS: Final = 5
+"""Tries of one request before it fails."""
+
+FIRST_WAIT_SECONDS: Final = 0.5
+LONGEST_WAIT_SECONDS: Final = 60.0
+SLOWEST_BYTES_PER_SECOND: Final = 4_096
+"""A body that falls behind this rate for longer than the read time limit is given up."""
+
+_SIGNATURE_RAN_OUT: Final = ("forbidden", "missing", "status")
+"""What a storage host answers to an address that is no longer valid; the Hub gives a new one."""
+
+_RETRIED: Final = frozenset({408, 429, 500, 502, 503, 504})
+_CONTENT_RANGE: Final = re.compile(r"^bytes (\d{1,19})-(\d{1,19})/(\d{1,19})$")
+_OF_TOTAL: Final = re.compile(r"^bytes \*/(\d{1,19})$")
+
+T = TypeVar("T")
+
+
+class _Again(Exception):
+    """An attempt that failed in a way that the next one may not."""
+
+    def __init__(self, reason: str, wait: float | None = None) -> None:
+        super().__init__(reason)
+        self.reason, self.wait = reason, wait
+
+
+@dataclass
+class Transport:
+    """Requests for one repository.
+
+    Attributes:
+        repo: `org/name`.
+        commit: sha that every answer of the repository must belong to, once it is known.
+        requests: requests made so far, redirects and repetitions included.
+        received: bytes of bodies received so far.
+        sleep, clock: injected in tests.
+    """
+
+    repo: str
+    commit: str | None = None
+    requests: int = 0
+    received: int = 0
+    sleep: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = time.monotonic
+    _direct: dict[str, str] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def listing(self, revision: str | None, *, limit: int) -> bytes:
+        """Commit and file names of a revision, as JSON of the Hub.
+
+        Raises:
+            SourceError: see `refusal`; `reason` in its context tells the cases apart.
+        """
+        at = "" if revision is None else f"/revision/{quote(revision, safe='')}"
+        url = f"{endpoint()}/api/models/{self.repo}{at}?expand=sha&expand=siblings"
+        return self._full(url, limit, f"the file list of {self.repo}")
+
+    def small(self, file: str, *, limit: int) -> bytes:
+        """A whole file of at most `limit` bytes.
+
+        Raises:
+            SourceError: see `refusal`; or it is larger.
+        """
+        return self._full(self._address(file), limit, file)
+
+    def range(self, file: str, start: int, end: int, total: int | None = None) -> tuple[bytes, int]:
+        """Bytes [start, end) of a file, and its size.
+
+        Args:
+            total: size that an earlier answer gave.
+
+        Raises:
+            SourceError: see `refusal`; or the server ignores ranges, sends other bytes than asked
+                for, or gives another size than before.
+        """
+        wanted = f"bytes={start}-{end - 1}"
+
+        def take(response: Any) -> tuple[bytes, int]:
+            size = _checked_range(response, file, start, end)
+            if total is not None and size != total:
+                raise SourceError(
+                    f"{self.repo}: {file} has {size} bytes now and had {total} before",
+                    hint="the server mixes versions; try again later",
+                    reason="changed",
+                    file=file,
+                )
+            return self._body(response, end - start, end - start, file), size
+
+        address = self._address(file)
+        direct = self._direct.get(address)
+        if direct is not None:
+            try:
+                return self._send(direct, {"Range": wanted}, take, file)
+            except SourceError as error:
+                if error.context.get("reason") not in _SIGNATURE_RAN_OUT:
+                    raise
+                self._direct.pop(address, None)
+        return self._send(address, {"Range": wanted}, take, file, source=address)
+
+    def _address(self, file: str) -> str:
+        from huggingface_hub import hf_hub_url
+
+        return str(hf_hub_url(self.repo, file, revision=self.commit, endpoint=endpoint()))
+
+    def _full(self, url: str, limit: int, what: str) -> bytes:
+        def take(response: Any) -> bytes:
+            if response.status_code != 200:
+                raise _unexpected(response, what)
+            length = response.headers.get("Content-Length", "")
+            expected = int(length) if length.isdigit() and len(length) < 19 else None
+            if expected is not None and expected > limit:
+                raise _too_long(what, expected, limit)
+            return self._body(response, expected, limit, what)
+
+        return self._send(url, {}, take, what)
+
+    def _body(self, response: Any, expected: int | None, limit: int, what: str) -> bytes:
+        """The body, of exactly `expected` bytes where that is known, never more than `limit`."""
+        started, pieces, length = self.clock(), [], 0
+        for piece in response.iter_raw():
+            pieces.append(piece)
+            length += len(piece)
+            self._count(received=len(piece))
+            if length > limit:
+                raise _too_long(what, length, limit)
+            seconds = self.clock() - started
+            if seconds > _seconds() + length / SLOWEST_BYTES_PER_SECOND:
+                raise _Again(f"only {length} bytes in {seconds:.0f} s")
+        if expected is not None and length != expected:
+            raise _Again(f"the connection was cut after {length} of {expected} bytes")
+        return b"".join(pieces)
+
+    def _send(
+        self,
+        url: str,
+        headers: dict[str, str],
+        take: Callable[[Any], T],
+        what: str,
+        source: str | None = None,
+    ) -> T:
+        """One request with its repetitions; `take` turns the answer into the result.
+
+        Args:
+            source: the address whose redirect is remembered for the next range.
+        """
+        for attempt in range(ATTEMPTS):
+            try:
+                return self._once(url, headers, take, what, source)
+            except _Again as failure:
+                if attempt == ATTEMPTS - 1:
+                    reason = f"{failure.reason}, {ATTEMPTS} times"
+                    raise _gave_up(self.repo, url, what, reason) from failure
+                wait = FIRST_WAIT_SECONDS * 2**attempt if failure.wait is None else failure.wait
+                if wait > LONGEST_WAIT_SECONDS:
+                    reason = f"{failure.reason} and asks to wait {wait:.0f} s"
+                    raise _gave_up(self.repo, url, what, reason) from failure
+                self.sleep(wait)
+        raise AssertionError("unreachable")
+
+    def _once(
+        self,
+        url: str,
+        headers: dict[str, str],
+        take: Callable[[Any], T],
+        what: str,
+        source: str | None,
+    ) -> T:
+        from huggingface_hub import get_session
+        from huggingface_hub.errors import OfflineModeIsEnabled
+
+        session = get_session()
+        library = importlib.import_module(type(session).__module__.partition(".")[0])
+        sent = _login(with_token=_origin(url) == _origin(endpoint()))
+        try:
+            with session.stream(
+                "GET",
+                url,
+                headers={**sent, "Accept-Encoding": "identity", **headers},
+                timeout=_seconds(),
+                follow_redirects=True,
+            ) as response:
+                self._count(1 + len(response.history))
+                status = response.status_code
+                if status in _RETRIED:
+                    raise _Again(f"status {status}", _retry_after(response))
+                if status >= 400:
+                    raise refusal(self.repo, response, what, logged_in="authorization" in sent)
+                self._check_commit(response)
+                if source is not None and response.history:
+                    self._direct[source] = str(response.url)
+                return take(response)
+        except OfflineModeIsEnabled as error:
+            raise SourceError(
+                f"{what} of {self.repo} is not in the cache, and requests are switched off",
+                hint="unset HF_HUB_OFFLINE, or give a local folder",
+                reason="offline",
+            ) from error
+        except library.TransportError as error:
+            name = type(error).__name__
+            if name in ("UnsupportedProtocol", "ProxyError"):
+                raise _gave_up(self.repo, url, what, name) from error
+            raise _Again(f"{name}{f': {error}' if name == 'ConnectError' else ''}") from error
+        except (library.TooManyRedirects, library.InvalidURL, library.DecodingError) as error:
+            raise _gave_up(self.repo, url, what, type(error).__name__) from error
+
+    def _count(self, requests: int = 0, received: int = 0) -> None:
+        with self._lock:
+            self.requests += requests
+            self.received += received
+
+    def _check_commit(self, response: Any) -> None:
+        if self.commit is None:
+            return
+        for part in (*response.history, response):
+            found = part.headers.get("X-Repo-Commit")
+            if found is not None and found != self.commit:
+                raise SourceError(
+                    f"{self.repo}: asked for commit {self.commit[:12]}, the server answered with "
+                    f"{found[:12]!r}",
+                    hint="a cache between here and the Hub mixes versions; try again later",
+                    reason="changed",
+                )
+
+
+def endpoint() -> str:
+    """Address of the Hub, from `HF_ENDPOINT`."""
+    from huggingface_hub import constants
+
+    return str(constants.ENDPOINT).rstrip("/")
+
+
+def refusal(repo: str, response: Any, what: str, *, logged_in: bool) -> SourceError:
+    """What a status of 400 or more means, with the next command."""
+    status, code = response.status_code, response.headers.get("X-Error-Code", "")
+    said = response.headers.get("X-Error-Message", "")
+    page = f"{endpoint()}/{repo}"
+    if code == "GatedRepo":
+        login = f"accept them at {page}, then run: hf auth login"
+        ask = f"the account in use has no access yet; ask for it at {page}"
+        return SourceError(
+            f"{repo} is gated: its owner gives access to accounts that accept the terms",
+            hint=ask if logged_in else login,
+            reason="gated",
+            model=repo,
+        )
+    if code == "RevisionNotFound":
+        return SourceError(
+            f"{repo} exists, but not the revision that was asked for",
+            hint=f"see {page}/commits/main, or leave @revision out for the default branch",
+            reason="missing-revision",
+            model=repo,
+        )
+    if code == "EntryNotFound":
+        return SourceError(
+            f"{repo} has no {what}",
+            hint=f"see {page}/tree/main for what it has",
+            reason="missing-file",
+            model=repo,
+            file=what,
+        )
+    if status == 401 and "credentials" in said.lower():
+        return SourceError(
+            f"the Hub does not accept the login in use ({repo})",
+            hint="run: hf auth login, or correct HF_TOKEN",
+            reason="login",
+            model=repo,
+        )
+    if "disabled" in said.lower():
+        return SourceError(f"{repo} has been disabled by the Hub", reason="disabled", model=repo)
+    if code == "RepoNotFound" or status in (401, 404):
+        seen = (
+            "the account in use does not see it"
+            if logged_in
+            else "if it is private, run: hf auth login"
+        )
+        return SourceError(
+            f"no model repository {repo} at {endpoint()}, or it is private",
+            hint=f"check the spelling; {seen}",
+            reason="missing",
+            model=repo,
+        )
+    if status == 416:
+        size = _OF_TOTAL.match(response.headers.get("Content-Range", ""))
+        has = f"; it has {size[1]} bytes" if size else ""
+        return SourceError(
+            f"{repo}: {what} ends before the bytes that were asked for{has}",
+            hint="the file in the repository is incomplete; try another revision",
+            reason="short",
+            file=what,
+        )
+    if status == 403:
+        return SourceError(
+            f"the Hub refuses {what} of {repo} to the login in use (status 403)",
+            hint="a fine-grained token needs read access to this repository; run: hf auth login",
+            reason="forbidden",
+            model=repo,
+        )
+    return _unexpected(response, f"{what} of {repo}")
+
+
+def _unexpected(response: Any, what: str) -> SourceError:
+    host = urlsplit(str(response.url)).netloc
+    return SourceError(
+        f"{host} answered with status {response.status_code} when asked for {what}",
+        hint="try again later",
+        reason="status",
+        found=response.status_code,
+    )
+
+
+def _too_long(what: str, found: int, limit: int) -> SourceError:
+    return SourceError(
+        f"{what} has {found} bytes or more, at most {limit} are accepted",
+        reason="too-long",
+        found=found,
+        expected=limit,
+    )
+
+
+def _checked_range(response: Any, file: str, start: int, end: int) -> int:
+    """Size of the whole file, once the answer is known to be the range that was asked for."""
+    host = urlsplit(str(response.url)).netloc
+    status, headers = response.status_code, response.headers
+    download = "download the model and give its folder: hf download ... --local-dir DIR"
+    if status != 206:
+        length = headers.get("Content-Length", "an unknown number of")
+        raise SourceError(
+            f"{host} ignores byte ranges: asked for {end - start} bytes of {file}, it answered with "
+            f"status {status} and {length} bytes, which were not read",
+            hint=f"a proxy may be in between; else {download}",
+            reason="no-ranges",
+            file=file,
+        )
+    found = _CONTENT_RANGE.match(headers.get("Content-Range", ""))
+    if found is not None and int(found[3]) < end:
+        raise SourceError(
+            f"{file} ends after {found[3]} bytes, {end} are needed",
+            hint="the file in the repository is incomplete; try another revision",
+            reason="short",
+            file=file,
+            found=int(found[3]),
+            expected=end,
+        )
+    if found is None or (int(found[1]), int(found[2]) + 1) != (start, end):
+        raise SourceError(
+            f"{host} sent other bytes of {file} than the {start}-{end - 1} that were asked for: "
+            f"Content-Range {headers.get('Content-Range', 'is missing')!r:.80}",
+            hint=f"a proxy may be in between; else {download}",
+            reason="wrong-range",
+            file=file,
+        )
+    encoding = headers.get("Content-Encoding", "identity")
+    length = headers.get("Content-Length", str(end - start))
+    if encoding != "identity" or length != str(end - start):
+        raise SourceError(
+            f"{host} contradicts itself about bytes {start}-{end - 1} of {file}: Content-Length "
+            f"{length!r:.40}, encoding {encoding!r:.40}, size {found[3]}",
+            hint=f"a proxy may be in between; else {download}",
+            reason="wrong-range",
+            file=file,
+        )
+    return int(found[3])
+
+
+def _gave_up(repo: str, url: str, what: str, reason: str) -> SourceError:
+    host = urlsplit(url).netloc
+    busy = reason.startswith("status ")
+    message = (
+        f"{host} answers with {reason} when asked for {what} of {repo}"
+        if busy
+        else f"cannot get {what} of {repo} from {host}: {reason}"
+    )
+    return SourceError(
+        message,
+        hint="try again later; what was read before is cached and can be used with --offline"
+        if busy
+        else "check the network and HF_ENDPOINT; what was read before can be used with --offline",
+        reason="rate-limited" if reason.startswith("status 429") else "unreachable",
+        model=repo,
+    )
+
+
+def _retry_after(response: Any) -> float | None:
+    value = response.headers.get("Retry-After", "")
+    return float(value) if re.fullmatch(r"\d{1,6}(\.\d{1,3})?", value) else None
+
+
+def _seconds() -> float:
+    """Time limit of connecting and of each read (`HF_HUB_DOWNLOAD_TIMEOUT`)."""
+    from huggingface_hub import constants
+
+    return float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
+
+
+def _login(*, with_token: bool) -> dict[str, str]:
+    """User agent, and the token of `HF_TOKEN` or `hf auth login` where there is one."""
+    utils: Any = importlib.import_module("huggingface_hub.utils")
+    headers: dict[str, str] = utils.build_hf_headers(
+        library_name="hybridstate",
+        library_version=__version__,
+        token=None if with_token else False,
+    )
+    return headers
+
+
+def _origin(url: str) -> tuple[str, str]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.netloc
+
+
+def coalesce(spans: list[tuple[int, int]], gap: int) -> Iterator[tuple[int, int]]:
+    """Spans [start, end) merged where fewer than `gap` bytes lie between them, ascending."""
+    merged: tuple[int, int] | None = None
+    for start, end in sorted(spans):
+        if merged is not None and start - merged[1] < gap:
+            merged = merged[0], max(merged[1], end)
+            continue
+        if merged is not None:
+            yield merged
+        merged = start, end
+    if merged is not None:
+        yield merged
