@@ -244,6 +244,8 @@ def export_plan(
     w_max: int | None = None,
     calibration: str | Path | None = None,
     weights: bool | None = None,
+    tp: int | None = None,
+    balance: "Balance" = "off",
     gate_input: float | None = None,
     epsilon: float = EPSILON,
     lower_bound: float | None = None,
@@ -260,6 +262,7 @@ def export_plan(
         w_max: cutoff in tokens; without it the plan has no selection.
         calibration: folder of `calibrate`; without it the plan has no packed state.
         weights: write the permuted checkpoint; by default exactly when its order can be absorbed.
+        tp, balance: ranks to place the selection on, and how; None leaves placement to the engine.
         gate_input, epsilon, lower_bound: see `analyze`.
         check: before the folder appears, read the plan back and compare both models.
         dry_run: do everything but write.
@@ -289,11 +292,22 @@ def export_plan(
             "without a calibration no weight moves, so there is no checkpoint to write",
             hint="add --calibration DIR, or leave --weights out",
         )
+    if (tp is None and balance != "off") or (tp is not None and w_max is None):
+        raise UsageError(
+            "a placement needs both the ranks and a selection",
+            hint="add --tp P and --w-max N, or leave --balance and --tp out",
+        )
     if w_max is None:
         plan = build_plan(checkpoint, calibration=measured)
     else:
         found = analyze(
-            model, w_max=(w_max,), gate_input=gate_input, epsilon=epsilon, lower_bound=lower_bound
+            model,
+            w_max=(w_max,),
+            gate_input=gate_input,
+            epsilon=epsilon,
+            lower_bound=lower_bound,
+            tp=1 if tp is None else tp,
+            balance=balance,
         )
         plan = build_plan(
             checkpoint,
@@ -303,6 +317,7 @@ def export_plan(
             epsilon=epsilon,
             selection=found.cutoffs[0].selection,
             calibration=measured,
+            placement=None if tp is None else found.capacity.placements[0],
         )
     layout = None
     if weights or (weights is None and measured is not None and measured.key_order == "shared"):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hybridstate.cli.options import (
+    Balance,
     DryRun,
     Epsilon,
     GateInput,
@@ -14,6 +15,7 @@ from hybridstate.cli.options import (
     Model,
     Quiet,
     RequiredOutputFolder,
+    parse_balance,
     parse_gate_input,
 )
 from hybridstate.cli.output import Output, command
@@ -66,6 +68,16 @@ def export_plan(
         bool,
         typer.Option("--check", help="Then compare original and exported (runs both models)."),
     ] = False,
+    tp: Annotated[
+        int | None,
+        typer.Option(
+            "--tp",
+            metavar="P",
+            help="Also place heads and packed units on P tensor-parallel ranks.",
+            show_default=False,
+        ),
+    ] = None,
+    balance: Balance = "off",
     gate_input: GateInput = "auto",
     epsilon: Epsilon = EPSILON,
     lower_bound: LowerBound = None,
@@ -91,6 +103,8 @@ def export_plan(
             w_max=w_max,
             calibration=calibration,
             weights=weights,
+            tp=tp,
+            balance=parse_balance(balance),
             gate_input=parse_gate_input(gate_input),
             epsilon=epsilon,
             lower_bound=lower_bound,

@@ -187,6 +187,7 @@ def show_plan(out: Output, plan: "Plan", *, digest: str | None) -> None:
     for note in document.provenance.notes:
         out.text(f"note: {note}")
     _show_selection(out, plan)
+    _show_placement(out, plan)
     _show_precision(out, plan)
 
 
@@ -217,6 +218,24 @@ def _show_selection(out: Output, plan: "Plan") -> None:
             )
         ],
         note=f"dense: {accounting.dense_bytes:,} bytes with the convolution state",
+    )
+
+
+def _show_placement(out: Output, plan: "Plan") -> None:
+    found = plan.document.placement
+    if found is None:
+        return
+    out.table(
+        f"placement {found.mode} on {found.tp} ranks, in units",
+        ("rank", "computed", "stored"),
+        [
+            (rank, computed, stored)
+            for rank, (computed, stored) in enumerate(
+                zip(found.rank_units, found.stored_units, strict=True)
+            )
+        ],
+        note=f"a slot has room for {found.slot_units:,} on every rank; {found.remote_units:,} cross "
+        "ranks at each store and load",
     )
 
 

@@ -12,6 +12,7 @@ from hybridstate.families import LinearLayer
 from hybridstate.plan.accounting import account, temporal_bytes
 from hybridstate.plan.calibration import Calibration
 from hybridstate.plan.compare import checkpoint_digests
+from hybridstate.plan.placement import Placement
 from hybridstate.plan.schema import SCHEMA_NAME, SCHEMA_VERSION
 from hybridstate.plan.select import Selection
 from hybridstate.plan.store import Plan, seal
@@ -29,6 +30,7 @@ def build_plan(
     epsilon: float | None = None,
     selection: Selection | None = None,
     calibration: Calibration | None = None,
+    placement: Placement | None = None,
     notes: Sequence[str] = (),
 ) -> Plan:
     """Assemble and check a plan: DASC with `selection`, DAMP with `calibration`, or both.
@@ -38,6 +40,7 @@ def build_plan(
         gate_input, gate_input_source, epsilon: how the horizons were computed.
         selection: retained units at one cutoff.
         calibration: risk and protected channels of a calibration run on this checkpoint.
+        placement: of this selection's units on tensor-parallel ranks.
         notes: facts the plan should carry, such as that its input is synthetic.
 
     Raises:
@@ -68,6 +71,19 @@ def build_plan(
         }
         content |= _selection(checkpoint, selection)
         arrays |= _unit_arrays(checkpoint, horizons, selection)
+    if placement is not None:
+        content["placement"] = {
+            "mode": placement.mode,
+            "tp": placement.tp,
+            "rank_units": list(placement.compute_units),
+            "stored_units": list(placement.stored_units),
+            "slot_units": placement.slot_units,
+            "remote_units": placement.remote_units,
+        }
+        arrays["placement.head_owner"] = placement.head_owner
+        if placement.mode != "off":
+            arrays["placement.storage_owner"] = placement.storage_owner
+            arrays["placement.storage_slot"] = placement.storage_slot
     if calibration is not None:
         _check_origin(checkpoint, calibration)
         content |= _precision(checkpoint, calibration)

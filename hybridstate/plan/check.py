@@ -12,6 +12,13 @@ from numpy.typing import NDArray
 
 from hybridstate.defaults import MIN_REPLAY_TOKENS
 from hybridstate.errors import SourceError
+from hybridstate.plan.placement import (
+    balance_storage,
+    contiguous_owner,
+    packed_sources,
+    rank_loads,
+    storage_targets,
+)
 from hybridstate.plan.schema import LayerBlock, PlanDocument, SelectedLayer
 from hybridstate.provenance import sha256_bytes
 
@@ -106,6 +113,8 @@ def check_meaning(document: PlanDocument, arrays: Mapping[str, Array], where: st
             )
     if document.selection is not None:
         _check_selection(document, arrays, where)
+    if document.placement is not None:
+        _check_placement(document, arrays, where)
     if document.precision is not None:
         for layer in document.model.layers:
             _check_precision(document, layer, arrays, where)
@@ -177,6 +186,43 @@ def _check_mask(
             f"windows of omitted units must lie in {MIN_REPLAY_TOKENS}..{w_max}",
         )
     return int(omitted.max(initial=0))
+
+
+def _check_placement(document: PlanDocument, arrays: Mapping[str, Array], where: str) -> None:
+    """Every rank computes as many bundles, and the rest follows from the masks (DASC B.1 b)."""
+    found = document.placement
+    assert found is not None
+    layers, tp = document.model.layers, found.tp
+    owner = arrays["placement.head_owner"].astype(np.int64)
+    quota, left = divmod(owner.shape[1], tp)
+    if len({layer.key_heads for layer in layers}) > 1:
+        _refuse(where, "placement.head_owner", "layers differ in their number of key heads")
+    if left or any(((owner == rank).sum(axis=1) != quota).any() for rank in range(tp)):
+        _refuse(where, "placement.head_owner", f"not {owner.shape[1]}/{tp} bundles on every rank")
+    if found.mode != "hybrid" and (owner != contiguous_owner(owner.shape, tp)).any():
+        _refuse(where, "placement.head_owner", f"{found.mode} keeps heads in contiguous blocks")
+    costs = np.stack(
+        [
+            arrays[f"layers.{layer.index}.retained"]
+            .reshape(layer.key_heads, -1)
+            .sum(axis=1, dtype=np.int64)
+            for layer in layers
+        ]
+    )
+    loads = rank_loads(costs, owner, tp)
+    if found.rank_units != tuple(loads.tolist()):
+        _refuse(where, "placement.rank_units", f"the masks give {loads.tolist()}")
+    stored = loads if found.mode == "off" else storage_targets(loads)
+    if found.stored_units != tuple(stored.tolist()):
+        _refuse(where, "placement.stored_units", f"expected {stored.tolist()}")
+    if found.remote_units != int(np.maximum(0, loads - stored).sum()):
+        _refuse(where, "placement.remote_units", f"found {found.remote_units}")
+    if found.mode != "off":
+        ranks, slots, _ = balance_storage(packed_sources(costs, owner), loads, stored)
+        for name, expected in (("storage_owner", ranks), ("storage_slot", slots)):
+            wrong = np.flatnonzero(arrays[f"placement.{name}"] != expected)
+            if wrong.size:
+                _refuse(where, f"placement.{name}", f"packed unit {int(wrong[0])} is misplaced")
 
 
 def _check_precision(

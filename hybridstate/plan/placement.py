@@ -113,7 +113,7 @@ def place(spec: ModelSpec, selection: Selection, *, tp: int, mode: Balance) -> P
         stored, storage_owner, slot = loads, nothing, nothing
         transfers = np.zeros((tp, tp), np.int64)
     else:
-        source = packed_sources(spec, selection, owner, tp)
+        source = packed_sources(costs, owner)
         stored = storage_targets(loads)
         storage_owner, slot, transfers = balance_storage(source, loads, stored)
     return Placement(
@@ -300,13 +300,15 @@ def _best_swap(
     return layer, pair
 
 
-def packed_sources(
-    spec: ModelSpec, selection: Selection, owner: Integers, tp: int
-) -> NDArray[np.int64]:
-    """Rank that computes each packed unit, in packed-unit order."""
+def packed_sources(costs: Integers, owner: Integers) -> NDArray[np.int64]:
+    """Rank that computes each packed unit, in packed-unit order.
+
+    Args:
+        costs: retained units of each bundle, `[L, bundles]`.
+        owner: rank of each bundle, `[L, bundles]`.
+    """
     ranks = []
-    for layer, mask, row in zip(spec.layers, selection.retained, owner, strict=True):
-        counts = mask.reshape(layer.key_heads, -1).sum(axis=1)
+    for row, counts in zip(owner, costs, strict=True):
         order = np.argsort(row, kind="stable")  # ranks ascend, bundles ascend inside a rank
         ranks.append(np.repeat(row[order], counts[order]))
     return np.concatenate(ranks).astype(np.int64)

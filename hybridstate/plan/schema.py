@@ -130,11 +130,30 @@ class AccountingBlock(Block):
 
 
 class PlacementBlock(Block):
-    """Where heads and packed units live under tensor parallelism (DASC B.1)."""
+    """Where heads and packed units live under tensor parallelism (DASC B.1).
+
+    `rank_units` are the retained units that each rank computes, `stored_units` those it stores;
+    a slot has room for `slot_units` on every rank, and `remote_units` cross ranks at each store.
+    """
 
     mode: Literal["off", "storage", "hybrid"]
     tp: Positive
     rank_units: tuple[Count, ...]
+    stored_units: tuple[Count, ...]
+    slot_units: Count
+    remote_units: Count
+
+    @model_validator(mode="after")
+    def _one_entry_per_rank(self) -> Self:
+        if not len(self.rank_units) == len(self.stored_units) == self.tp:
+            raise ValueError(
+                f"rank_units and stored_units need one entry for each of {self.tp} ranks"
+            )
+        if sum(self.rank_units) != sum(self.stored_units):
+            raise ValueError("the ranks compute and store different numbers of units")
+        if self.slot_units != max(self.stored_units):
+            raise ValueError("slot_units must be the largest of stored_units")
+        return self
 
 
 class PrecisionBlock(Block):
@@ -238,6 +257,8 @@ class PlanDocument(Block):
             raise ValueError("a plan needs a selection (DASC), a precision (DAMP) or both")
         if self.selection is not None and (self.horizons is None or self.accounting is None):
             raise ValueError("a selection needs the blocks horizons and accounting")
+        if self.placement is not None and self.selection is None:
+            raise ValueError("a placement needs a selection")
         if (self.precision is None) != (self.layout_id is None):
             raise ValueError("precision and layout_id come together")
         names = [array.name for array in self.arrays]
