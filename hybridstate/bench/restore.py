@@ -294,7 +294,12 @@ def _scores_json(outcomes: Outcomes, arm: str) -> dict[str, Any]:
     for kind in outcomes.kinds():
         outcome = outcomes.get(arm, kind)
         kl, kl_error = mean_and_error(outcome.kl)
-        shared = {"cases": len(outcome.kl), "kl": kl, "kl_se": kl_error}
+        shared = {
+            "cases": len(outcome.kl),
+            "kl": kl,
+            "kl_se": kl_error,
+            "top1_agreement": float(outcome.top1.mean()),
+        }
         samples = {"kl_samples": outcome.kl.tolist()}
         if kind == PROSE:
             bits, bits_error = mean_and_error(outcome.bits)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from hybridstate.errors import NumericError
-from hybridstate.quality.reuse import Cases, divergence, score
+from hybridstate.quality.reuse import Cases, divergence, score, top1_agreement
 from hybridstate.runtime.pool import StatePool
 from hybridstate.runtime.restore import (
     Prefix,
@@ -64,24 +64,28 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one arm did on every case of one kind, in case order; float64 `[N]` each."""
+    """What one arm did on every case of one kind, in case order; float64 `[N]` each.
+
+    `top1` is the share of scored positions whose most likely token is the dense restore's.
+    """
 
     exact: NDArray[np.float64]
     bits: NDArray[np.float64]
     kl: NDArray[np.float64]
+    top1: NDArray[np.float64]
 
 
 class Outcomes:
     """Results by arm and kind, filled in any order of cases."""
 
     def __init__(self) -> None:
-        self._values: dict[tuple[str, str], dict[int, tuple[float, float, float]]] = {}
+        self._values: dict[tuple[str, str], dict[int, tuple[float, ...]]] = {}
 
     def add(self, arm: str, cases: Cases, *columns: NDArray[np.float64]) -> None:
-        """Add columns exact, bits and KL of some cases."""
+        """Add columns exact, bits, KL and top-1 agreement of some cases."""
         rows = self._values.setdefault((arm, cases.kind), {})
-        for number, exact, bits, kl in zip(cases.numbers, *columns, strict=True):
-            rows[number] = (float(exact), float(bits), float(kl))
+        for number, *values in zip(cases.numbers, *columns, strict=True):
+            rows[number] = tuple(map(float, values))
 
     def alias(self, arm: str, same_as: str) -> None:
         """Give `arm` the results of another arm that did exactly the same."""
@@ -93,7 +97,7 @@ class Outcomes:
         """All cases of a kind, in order of their numbers."""
         rows = self._values[arm, kind]
         table = np.array([rows[number] for number in sorted(rows)], dtype=np.float64)
-        return Outcome(table[:, 0], table[:, 1], table[:, 2])
+        return Outcome(*table.T)
 
     def covers(self, arm: str) -> bool:
         """Whether the arm has a result for every case that any arm has: else means would be over other questions."""
@@ -161,11 +165,11 @@ def run_arms(
         if arm.policy == "dense":
             reference[index] = scores.log_probs
         kl = divergence(reference[index], scores.log_probs)
+        top1 = top1_agreement(reference[index], scores.log_probs)
         for position, (member, row) in enumerate(group):
             part = slice(position, position + 1)
-            outcomes.add(
-                member.name, cases.rows([row]), scores.exact[part], scores.bits[part], kl[part]
-            )
+            columns = (scores.exact[part], scores.bits[part], kl[part], top1[part])
+            outcomes.add(member.name, cases.rows([row]), *columns)
         done(len(group))
     for name, original in same.items():
         outcomes.alias(name, original)
@@ -308,5 +312,6 @@ def run_interventions(
             if name == "nothing":
                 reference.append(scores.log_probs)
             kl = divergence(reference[number], scores.log_probs)
-            outcomes.add(name, subset, scores.exact, scores.bits, kl)
+            top1 = top1_agreement(reference[number], scores.log_probs)
+            outcomes.add(name, subset, scores.exact, scores.bits, kl, top1)
             done(len(chosen))

@@ -141,6 +141,14 @@ def divergence(reference: torch.Tensor, other: torch.Tensor) -> NDArray[np.float
     return result
 
 
+@torch.no_grad()
+def top1_agreement(reference: torch.Tensor, other: torch.Tensor) -> NDArray[np.float64]:
+    """Share of the A scored positions of each case whose most likely token is the same, `[B]`."""
+    same = reference.argmax(-1) == other.argmax(-1)
+    result: NDArray[np.float64] = same.double().mean(-1).cpu().numpy()
+    return result
+
+
 def mean_and_error(values: NDArray[np.float64]) -> tuple[float, float | None]:
     """Mean over cases and its standard error (None for a single case)."""
     if len(values) < 2:

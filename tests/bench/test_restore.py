@@ -82,7 +82,7 @@ def test_window_longer_than_a_prefix_is_capped_per_kind(loaded: LoadedModel) -> 
     long = replace(arms[3], w_replay=10_000)
     outcomes, ones = Outcomes(), np.ones(3)
     for group in groups:
-        outcomes.add(long.name, group, ones, ones, ones)
+        outcomes.add(long.name, group, ones, ones, ones, ones)
     found = module._arm_json(long, 1, outcomes, {}, groups, cutoffs)
     lengths = {group.kind: int(group.context.shape[1]) for group in groups}
     assert lengths["recall"] < lengths["prose"]
@@ -192,8 +192,8 @@ def test_broken_unpack_refuses_to_report(
 def test_dense_far_from_recompute_refuses_to_report(loaded: LoadedModel) -> None:
     outcomes, zero, far = Outcomes(), np.zeros(3), np.full(3, 0.1)
     case = make_cases(loaded, OPTIONS, heldout_text())[0]
-    outcomes.add("dense", case, zero, zero, zero)
-    outcomes.add("recompute", case, zero, zero, far)
+    outcomes.add("dense", case, zero, zero, zero, zero + 1)
+    outcomes.add("recompute", case, zero, zero, far, zero + 1)
     with pytest.raises(NumericError, match="nothing is reported"):
         recompute_agrees(outcomes, torch.float32)
 

@@ -15,6 +15,7 @@ from hybridstate.quality.reuse import (
     mean_and_error,
     paired_interval,
     score,
+    top1_agreement,
 )
 from hybridstate.trajectories.cache import decode, new_cache, prefill
 from hybridstate.trajectories.model import LoadedModel, load_model
@@ -108,3 +109,10 @@ def test_standard_error_needs_two_cases() -> None:
     mean, error = mean_and_error(np.array([1.0, 2.0, 3.0]))
     assert mean == 2.0
     assert error == pytest.approx(1 / np.sqrt(3))
+
+
+def test_top1_agreement_is_the_share_of_positions_with_the_same_most_likely_token() -> None:
+    one = torch.tensor([[[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]], [[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]]])
+    other = one.clone()
+    other[1, 0] = torch.tensor([5.0, 2.0, 1.0])
+    assert top1_agreement(one, other).tolist() == [1.0, 0.5]
