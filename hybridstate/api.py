@@ -11,6 +11,7 @@ from hybridstate.defaults import EPSILON, W_MAX
 from hybridstate.errors import UsageError
 
 if TYPE_CHECKING:
+    from hybridstate.checkpoint.inspection import Inspection
     from hybridstate.horizons.observed import HorizonValidation
     from hybridstate.plan.analysis import Analysis
     from hybridstate.plan.placement import Balance
@@ -32,13 +33,16 @@ def analyze(
     balance: "Balance" = "off",
     budget: int | None = None,
     concurrency: int | None = None,
+    offline: bool = False,
+    cache_dir: Path | None = None,
+    progress: "Progress | None" = None,
 ) -> "Analysis":
     """Retention horizons from the weights alone, and what each cutoff keeps and saves.
 
     Reads config, headers and the decay tensors; imports neither torch nor transformers.
 
     Args:
-        model: folder or embedded name.
+        model: folder, Hub name (`org/name[@revision]`) or embedded name.
         w_max: cutoffs in tokens.
         gate_input: representative gate input a_s, None for the paper's value or the default of the gate.
         epsilon: share still present at the horizon.
@@ -47,6 +51,8 @@ def analyze(
         balance: placement on them: `off`, `storage` or `hybrid`.
         budget: bytes per rank for all states, to count slots.
         concurrency: requests wanted at once in that budget.
+        offline, cache_dir: see `checkpoint.open_checkpoint`.
+        progress: called with (stage, done, total) while a Hub model is read.
 
     Raises:
         SourceError, UnsupportedModel, NumericError, UsageError: see `hybridstate.errors`.
@@ -65,7 +71,9 @@ def analyze(
     from hybridstate.plan.placement import check_permutable, check_tp
 
     check_request(budget, concurrency)
-    checkpoint = open_checkpoint(model, lower_bound=lower_bound)
+    checkpoint = open_checkpoint(
+        model, lower_bound=lower_bound, offline=offline, cache_dir=cache_dir, progress=progress
+    )
     spec = checkpoint.spec
     check_tp(spec, tp)
     if balance == "hybrid":
@@ -102,6 +110,34 @@ def analyze(
         ),
         warnings=model_warnings(checkpoint, gate_input_source=a_s_source)
         + near_cutoff_warnings(cutoffs),
+    )
+
+
+def inspect(
+    model: str | Path,
+    *,
+    lower_bound: float | None = None,
+    offline: bool = False,
+    cache_dir: Path | None = None,
+    progress: "Progress | None" = None,
+) -> "Inspection":
+    """Which architecture a checkpoint is and how it is stored, from config and headers alone.
+
+    Args:
+        model: folder, Hub name (`org/name[@revision]`) or embedded name.
+        lower_bound: l of the safe gate, for configs that do not state it.
+        offline, cache_dir, progress: see `analyze`.
+
+    Raises:
+        SourceError, UnsupportedModel, NumericError, UsageError: see `hybridstate.errors`.
+    """
+    from hybridstate.checkpoint import open_checkpoint
+    from hybridstate.checkpoint.inspection import inspect_checkpoint
+
+    return inspect_checkpoint(
+        open_checkpoint(
+            model, lower_bound=lower_bound, offline=offline, cache_dir=cache_dir, progress=progress
+        )
     )
 
 
@@ -252,12 +288,14 @@ def export_plan(
     check: bool = False,
     dry_run: bool = False,
     force: bool = False,
+    offline: bool = False,
+    cache_dir: Path | None = None,
     progress: "Progress | None" = None,
 ) -> "ExportedPlan":
     """A plan bundle, and where a key order was calibrated, the checkpoint that carries it.
 
     Args:
-        model: folder or embedded name.
+        model: folder, embedded name, or without weights to write a Hub name.
         out: output folder; appears whole or not at all.
         w_max: cutoff in tokens; without it the plan has no selection.
         calibration: folder of `calibrate`; without it the plan has no packed state.
@@ -267,6 +305,7 @@ def export_plan(
         check: before the folder appears, read the plan back and compare both models.
         dry_run: do everything but write.
         force: replace an earlier export.
+        offline, cache_dir: see `checkpoint.open_checkpoint`.
         progress: called with (stage, done, total).
 
     Raises:
@@ -276,7 +315,8 @@ def export_plan(
     from hybridstate.checkpoint import open_checkpoint
     from hybridstate.plan.build import build_plan
     from hybridstate.plan.calibration import read_calibration
-    from hybridstate.plan.store import OUTPUT_MARKS, write_files
+    from hybridstate.plan.compare import verify_against
+    from hybridstate.plan.store import OUTPUT_MARKS, read_plan, write_files
     from hybridstate.provenance import check_apart, check_output_folder, fresh_folder
     from hybridstate.weights.export import ExportedPlan
     from hybridstate.weights.permute import layer_orders
@@ -285,7 +325,15 @@ def export_plan(
     target = Path(out)
     check_output_folder(target, force=force, replaces=OUTPUT_MARKS)
     check_apart(target, model, calibration)
-    checkpoint = open_checkpoint(model, lower_bound=lower_bound)
+    checkpoint = open_checkpoint(
+        model,
+        lower_bound=lower_bound,
+        weights=bool(weights) or (weights is None and calibration is not None),
+        offline=offline,
+        cache_dir=cache_dir,
+        progress=progress,
+    )
+    model = checkpoint.address or model  # a branch may move meanwhile
     measured = None if calibration is None else read_calibration(calibration)
     if weights and measured is None:
         raise UsageError(
@@ -308,6 +356,8 @@ def export_plan(
             lower_bound=lower_bound,
             tp=1 if tp is None else tp,
             balance=balance,
+            offline=offline,
+            cache_dir=cache_dir,
         )
         plan = build_plan(
             checkpoint,
@@ -332,24 +382,10 @@ def export_plan(
         else:
             plan = write_checkpoint(checkpoint, plan, layout, folder, progress=progress)
         if check:
-            verification = _check_export(model, folder, layout is not None, lower_bound, progress)
+            verify_against(read_plan(folder), checkpoint)
+            if layout is not None:
+                verification = verify(model, folder, progress=progress).to_json()
     return ExportedPlan(target, plan, layout, written=True, verification=verification)
-
-
-def _check_export(
-    model: str | Path,
-    folder: Path,
-    has_weights: bool,
-    lower_bound: float | None,
-    progress: "Progress | None",
-) -> dict[str, Any] | None:
-    """Read the plan back and recognise the model; run both models if weights were written."""
-    from hybridstate.checkpoint import open_checkpoint
-    from hybridstate.plan.compare import verify_against
-    from hybridstate.plan.store import read_plan
-
-    verify_against(read_plan(folder), open_checkpoint(model, lower_bound=lower_bound))
-    return verify(model, folder, progress=progress).to_json() if has_weights else None
 
 
 def verify(

@@ -24,6 +24,7 @@ HEAVY = ("torch", "transformers", "matplotlib", "triton")
 
 COMMANDS = (
     (),
+    ("inspect",),
     ("analyze",),
     ("calibrate",),
     ("export-plan",),
@@ -158,7 +159,7 @@ def _nothing(folder: Path) -> list[str | Path]:
 
 
 def _hub_id(folder: Path) -> list[str | Path]:
-    return ["analyze", "moonshotai/Kimi-Linear-48B-A3B-Instruct"]
+    return ["calibrate", "moonshotai/Kimi-Linear-48B-A3B-Instruct", "-o", folder / "out"]
 
 
 def _truncated(folder: Path) -> list[str | Path]:

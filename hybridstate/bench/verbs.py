@@ -21,7 +21,7 @@ def _own_plan(model: str | Path) -> "Plan | None":
     from hybridstate.checkpoint import open_checkpoint
     from hybridstate.plan.store import STATE_PLAN, read_plan
 
-    checkpoint = open_checkpoint(str(model))
+    checkpoint = open_checkpoint(str(model), weights=True)
     return read_plan(checkpoint.path) if STATE_PLAN in checkpoint.config else None
 
 
@@ -124,7 +124,7 @@ def bench_update(
             raise UsageError("a plan needs its model", hint="give MODEL before --plan")
         dims: tuple[UpdateDims, ...] = (*EMBEDDED, *PUBLISHED)
     else:
-        checkpoint = open_checkpoint(model)
+        checkpoint = open_checkpoint(model, weights=True)
         checkpoint.spec.check_plannable()
         if given is not None:
             verify_against(given, checkpoint)

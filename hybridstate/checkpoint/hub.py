@@ -139,7 +139,7 @@ class HubReader:
             listing = self.cache.read(known, "files.json")
         if listing is None:
             if self.transport is None:
-                raise self._offline("its file list")
+                raise self._offline("the file list")
             listing = self.transport.listing(revision, limit=MAX_LISTING_BYTES)
         self.commit, files = _listing(self.name, listing, pinned)
         if self.transport is not None:

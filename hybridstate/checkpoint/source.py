@@ -136,6 +136,11 @@ class Checkpoint:
         return layer.prefix + family.a_log, layer.prefix + family.dt_bias
 
     @property
+    def address(self) -> str | None:
+        """MODEL argument that opens a Hub model at the same commit again; None for a folder."""
+        return None if self.origin is None else f"hf://{self.origin.repo}@{self.origin.commit}"
+
+    @property
     def all_decay_tensors(self) -> tuple[str, ...]:
         """Names of A_log and dt_bias of every linear layer, in layer order."""
         return tuple(name for layer in self.spec.layers for name in self.decay_tensors(layer))

@@ -1,6 +1,5 @@
 """`hybridstate analyze`: horizons, retained counts and bytes from the weights alone."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +9,7 @@ from hybridstate.cli.analyze_tables import analysis_tables, remarks, validation_
 from hybridstate.cli.capacity_tables import capacity_tables
 from hybridstate.cli.options import (
     Balance,
+    CacheDir,
     Device,
     DryRun,
     Epsilon,
@@ -18,6 +18,7 @@ from hybridstate.cli.options import (
     Json,
     LowerBound,
     Model,
+    Offline,
     OutputFolder,
     Quiet,
     TensorParallel,
@@ -42,6 +43,7 @@ def register(app: typer.Typer) -> None:
         short_help="Horizons, retained units and bytes from the weights alone.",
         epilog="Example: hybridstate analyze tiny-kda\n\n"
         "Example: hybridstate analyze ./Qwen3.6-35B-A3B --w-max 64 --w-max 256 -o out\n\n"
+        "Example: hybridstate analyze Qwen/Qwen3-Next-80B-A3B-Instruct --dry-run\n\n"
         "Example: hybridstate analyze ./Kimi-Linear-48B --tp 8 --balance storage --budget 8GiB "
         "--concurrency 64 --report report",
     )(analyze)
@@ -88,6 +90,8 @@ def analyze(
         typer.Option("--validate", help="Also run the model on 8 prose prefixes (needs torch)."),
     ] = False,
     device: Device = "cpu",
+    offline: Offline = False,
+    cache_dir: CacheDir = None,
     dry_run: DryRun = False,
     force: Force = False,
     json: Json = False,
@@ -95,13 +99,17 @@ def analyze(
 ) -> None:
     """How far back each part of the recurrent state remembers, and what a cutoff keeps.
 
-    Reads the decay tensors alone (kilobytes, whatever the size of the model), never the other
-    weights, and needs neither torch nor transformers. With --tp it also places the state on ranks,
+    Reads the decay tensors alone (kilobytes, whatever the size of the model), from a folder or from
+    the Hub, and needs neither torch nor transformers. With --tp it also places the state on ranks,
     with --budget it counts the slots that fit. -o writes analysis.json and the figures with the CSV
     behind each, --report the same as one page.
     """
     with command("analyze", model=model, json=json, quiet=quiet) as out:
+        from hybridstate.checkpoint import open_checkpoint
+        from hybridstate.horizons.static import check_epsilon
         from hybridstate.plan.capacity import check_request, parse_bytes
+        from hybridstate.plan.placement import check_permutable, check_tp
+        from hybridstate.plan.select import check_w_max
         from hybridstate.provenance import check_output_folder
 
         a_s = parse_gate_input(gate_input)
@@ -113,7 +121,20 @@ def analyze(
             if folder is not None:
                 check_output_folder(folder, force=force)
         if dry_run:
-            _dry_run(out, model, lower_bound, output, report, w_max or W_MAX, epsilon, tp, mode)
+            for cutoff in w_max or W_MAX:
+                check_w_max(cutoff)
+            check_epsilon(epsilon)
+            checkpoint = open_checkpoint(
+                model,
+                lower_bound=lower_bound,
+                offline=offline,
+                cache_dir=cache_dir,
+                progress=out.progress,
+            )
+            check_tp(checkpoint.spec, tp)
+            if mode == "hybrid":
+                check_permutable(checkpoint)
+            _dry_run(out, checkpoint, output, report, tp)
             return
         from hybridstate import api
 
@@ -132,6 +153,9 @@ def analyze(
             balance=mode,
             budget=memory,
             concurrency=concurrency,
+            offline=offline,
+            cache_dir=cache_dir,
+            progress=out.progress,
         )
         result = analysis.to_json()
         remarks(out, analysis)
@@ -161,31 +185,14 @@ def analyze(
 
 
 def _dry_run(
-    out: Output,
-    model: str,
-    lower_bound: float | None,
-    folder: Path | None,
-    report: Path | None,
-    w_max: Sequence[int],
-    epsilon: float,
-    tp: int,
-    balance: str,
+    out: Output, checkpoint: "Checkpoint", folder: Path | None, report: Path | None, tp: int
 ) -> None:
-    from hybridstate.checkpoint import open_checkpoint
-    from hybridstate.horizons.static import check_epsilon
-    from hybridstate.plan.placement import check_permutable, check_tp
-    from hybridstate.plan.select import check_w_max
-
-    check_epsilon(epsilon)
-    for cutoff in w_max:
-        check_w_max(cutoff)
-    checkpoint = open_checkpoint(model, lower_bound=lower_bound)
-    check_tp(checkpoint.spec, tp)
-    if balance == "hybrid":
-        check_permutable(checkpoint)
+    for note in checkpoint.notes:
+        out.note(note)
     reads = _reads(checkpoint)
     total = sum(read["bytes"] for read in reads)
-    size = sum(file.stat().st_size for file in checkpoint.files)
+    size = checkpoint.size
+    hub = _hub_reads(out, checkpoint)
     out.table(
         f"{checkpoint.name}: would read",
         ("tensor", "dtype", "shape", "bytes", "file"),
@@ -210,9 +217,37 @@ def _dry_run(
             "tensor_bytes": total,
             "header_bytes": checkpoint.header_bytes,
             "checkpoint_bytes": size,
+            "hub": hub,
             "writes": writes,
         }
     )
+
+
+def _hub_reads(out: Output, checkpoint: "Checkpoint") -> dict[str, Any] | None:
+    """What a Hub model costs where nothing is cached; the tensors are the part not yet asked for."""
+    origin = checkpoint.origin
+    if origin is None:
+        return None
+    cost = checkpoint.cost(checkpoint.all_decay_tensors)
+    requests, nbytes = sum(r.requests for r in cost), sum(r.nbytes for r in cost)
+    out.table(
+        f"{checkpoint.name}: would ask the Hub for",
+        ("part", "requests", "bytes"),
+        [*((read.part, read.requests, read.nbytes) for read in cost), ("total", requests, nbytes)],
+        note=f"with an empty cache, redirects not counted; so far {origin.requests} requests, "
+        f"{origin.received:,} bytes",
+    )
+    return {
+        "repo": origin.repo,
+        "commit": origin.commit,
+        "parts": [
+            {"part": read.part, "requests": read.requests, "bytes": read.nbytes} for read in cost
+        ],
+        "requests": requests,
+        "bytes": nbytes,
+        "requests_made": origin.requests,
+        "bytes_received": origin.received,
+    }
 
 
 def _reads(checkpoint: "Checkpoint") -> list[dict[str, Any]]:

@@ -18,6 +18,10 @@ def remarks(out: Output, analysis: "Analysis") -> None:
         f"read {source.tensor_bytes:,} bytes in {source.tensors} decay tensors "
         f"of {source.checkpoint_bytes:,}"
     )
+    if source.hub is not None:
+        out.note(
+            f"asked the Hub {source.hub.requests} times, received {source.hub.received:,} bytes"
+        )
     for warning in analysis.warnings:
         out.warn(warning)
 

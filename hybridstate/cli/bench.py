@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from hybridstate.cli.bench_tables import decode_tables, restore_tables, update_tables
-from hybridstate.cli.options import Device, Force, Json, Model, Quiet, WMax, check_device
+from hybridstate.cli.options import Device, Force, Json, LocalModel, Quiet, WMax, check_device
 from hybridstate.cli.output import SCHEMA, Output, command
 
 OutputPath = Annotated[
@@ -78,7 +78,7 @@ def register(app: typer.Typer) -> None:
 
 
 def restore(
-    model: Model,
+    model: LocalModel,
     plan: PlanFolder = None,
     w_max: WMax = None,
     tasks: Annotated[
@@ -197,7 +197,7 @@ def update(
 
 
 def decode(
-    model: Model,
+    model: LocalModel,
     plan: PlanFolder = None,
     state: States = None,
     batch: Batches = None,

@@ -10,8 +10,8 @@ from hybridstate.cli.options import (
     DryRun,
     Force,
     Json,
+    LocalModel,
     LowerBound,
-    Model,
     OutputFolder,
     Quiet,
     Seed,
@@ -34,7 +34,7 @@ def register(app: typer.Typer) -> None:
 
 
 def calibrate(
-    model: Model,
+    model: LocalModel,
     output: OutputFolder = None,
     profile: Annotated[
         str,
@@ -161,7 +161,7 @@ def _check_run(
 
     torch_device(device)
     torch_dtype(dtype)
-    check_k_hi(k_hi, open_checkpoint(model, lower_bound=lower_bound).spec)
+    check_k_hi(k_hi, open_checkpoint(model, lower_bound=lower_bound, weights=True).spec)
     if prompts is not None:
         read_texts(prompts)
 
@@ -178,7 +178,7 @@ def _dry_run(
     from hybridstate.quant.calibration import estimate
     from hybridstate.trajectories.protocol import protocol
 
-    checkpoint = open_checkpoint(model, lower_bound=lower_bound)
+    checkpoint = open_checkpoint(model, lower_bound=lower_bound, weights=True)
     plan = estimate(checkpoint, protocol(profile, temperature=temperature))
     out.table(
         f"{checkpoint.name}: would run profile {profile}",

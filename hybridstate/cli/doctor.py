@@ -1,6 +1,5 @@
 """`hybridstate doctor`: what this installation can do, and what is missing for the rest."""
 
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -76,8 +75,7 @@ def _embedded() -> list[dict[str, Any]]:
     for name in EMBEDDED:
         try:
             checkpoint = open_checkpoint(name)
-            size = sum(Path(file).stat().st_size for file in checkpoint.files)
-            found.append({"name": name, "family": checkpoint.spec.name, "bytes": size})
+            found.append({"name": name, "family": checkpoint.spec.name, "bytes": checkpoint.size})
         except HybridStateError as error:
             found.append({"name": name, "family": None, "bytes": None, "error": error.message})
     return found

@@ -7,12 +7,14 @@ import typer
 
 from hybridstate.cli.options import (
     Balance,
+    CacheDir,
     DryRun,
     Epsilon,
     GateInput,
     Json,
     LowerBound,
     Model,
+    Offline,
     Quiet,
     RequiredOutputFolder,
     parse_balance,
@@ -81,6 +83,8 @@ def export_plan(
     gate_input: GateInput = "auto",
     epsilon: Epsilon = EPSILON,
     lower_bound: LowerBound = None,
+    offline: Offline = False,
+    cache_dir: CacheDir = None,
     dry_run: DryRun = False,
     force: Annotated[
         bool, typer.Option("--force", help="Replace an earlier export, the whole folder.")
@@ -92,7 +96,8 @@ def export_plan(
 
     With --w-max alone the output is a plan bundle (plan.json and plan.safetensors). With
     --calibration it is a whole checkpoint whose key channels are permuted, with the bundle in
-    state_plan/. The folder appears whole or not at all.
+    state_plan/. The folder appears whole or not at all. A Hub model needs --no-weights or no
+    calibration: its weights are not downloaded.
     """
     with command("export-plan", model=model, json=json, quiet=quiet) as out:
         from hybridstate import api
@@ -111,6 +116,8 @@ def export_plan(
             check=check,
             dry_run=dry_run,
             force=force,
+            offline=offline,
+            cache_dir=cache_dir,
             progress=out.progress,
         )
         _show(out, exported)

@@ -16,7 +16,30 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
+        help="Model folder, org/name[@revision] on the Hugging Face Hub, or tiny-gdn or tiny-kda.",
+        show_default=False,
+    ),
+]
+LocalModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
         help="Model folder (config.json and safetensors), or tiny-gdn or tiny-kda.",
+        show_default=False,
+    ),
+]
+Offline = Annotated[
+    bool,
+    typer.Option(
+        "--offline", help="Make no request: Hub models come from the cache (as HF_HUB_OFFLINE)."
+    ),
+]
+CacheDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--cache-dir",
+        metavar="DIR",
+        help="Where parts of Hub models are kept. [default: $XDG_CACHE_HOME/hybridstate]",
         show_default=False,
     ),
 ]

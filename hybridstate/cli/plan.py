@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hybridstate.cli.options import Json, Quiet
+from hybridstate.cli.options import CacheDir, Json, Offline, Quiet
 from hybridstate.cli.output import Output, command
 
 if TYPE_CHECKING:
@@ -102,6 +102,8 @@ def verify(
             show_default=False,
         ),
     ] = None,
+    offline: Offline = False,
+    cache_dir: CacheDir = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -118,6 +120,9 @@ def verify(
         checkpoint = open_checkpoint(
             _home(plan) if model is None else model,
             lower_bound=found.document.model.lower_bound if model is None else None,
+            offline=offline,
+            cache_dir=cache_dir,
+            progress=out.progress,
         )
         order = verify_against(found, checkpoint)
         if model is None:

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridstate.checkpoint import Checkpoint
+from hybridstate.checkpoint import Checkpoint, Origin
 from hybridstate.families import ModelSpec, sign_warning
 from hybridstate.plan.accounting import Accounting, account
 from hybridstate.plan.capacity import Capacity
@@ -35,6 +35,7 @@ class Source:
         checkpoint_bytes: size of all shards.
         files: number of shards.
         notes: how MODEL was resolved, where that needs saying.
+        hub: repository, commit and traffic of a Hub model.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Source:
     checkpoint_bytes: int
     files: int
     notes: tuple[str, ...] = ()
+    hub: Origin | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Facts for the JSON document."""
@@ -61,6 +63,15 @@ class Source:
                 "header_bytes": self.header_bytes,
                 "checkpoint_bytes": self.checkpoint_bytes,
                 "files": self.files,
+            },
+            "hub": None
+            if self.hub is None
+            else {
+                "repo": self.hub.repo,
+                "revision": self.hub.revision,
+                "commit": self.hub.commit,
+                "requests": self.hub.requests,
+                "bytes_received": self.hub.received,
             },
         }
 
@@ -190,9 +201,10 @@ def source_of(checkpoint: Checkpoint) -> Source:
         tensors=2 * len(names),
         tensor_bytes=checkpoint.bytes_read,
         header_bytes=checkpoint.header_bytes,
-        checkpoint_bytes=sum(file.stat().st_size for file in checkpoint.files),
+        checkpoint_bytes=checkpoint.size,
         files=len(checkpoint.files),
         notes=checkpoint.notes,
+        hub=checkpoint.origin,
     )
 
 

@@ -121,7 +121,7 @@ def _model(checkpoint: Checkpoint) -> dict[str, Any]:
     spec = checkpoint.spec
     return {
         "name": checkpoint.name,
-        "revision": None,
+        "revision": None if checkpoint.origin is None else checkpoint.origin.commit,
         "family": spec.name,
         "kind": spec.family.kind,
         "gate": spec.gate,

@@ -126,17 +126,25 @@ def _order_digest(checkpoint: Checkpoint) -> str:
     so the two checkpoints of a plan differ here although their shapes agree.
     """
     digest = hashlib.sha256()
-    for layer in checkpoint.spec.layers:
-        for name in sorted(n for n in checkpoint.entries if n.startswith(layer.prefix)):
-            suffix = name.removeprefix(layer.prefix)
-            family = checkpoint.spec.family
-            if "conv1d" not in suffix and suffix not in (family.a_log, family.dt_bias):
-                continue
-            entry = checkpoint.entries[name]
-            shape = ",".join(str(size) for size in entry.shape)
-            digest.update(f"{name} {entry.dtype} {shape}\n".encode())
-            digest.update(checkpoint.read_raw(name))
+    names = _order_tensors(checkpoint)
+    checkpoint.prefetch(names)
+    for name in names:
+        entry = checkpoint.entries[name]
+        shape = ",".join(str(size) for size in entry.shape)
+        digest.update(f"{name} {entry.dtype} {shape}\n".encode())
+        digest.update(checkpoint.read_raw(name))
     return digest.hexdigest()
+
+
+def _order_tensors(checkpoint: Checkpoint) -> list[str]:
+    family = checkpoint.spec.family
+    return [
+        name
+        for layer in checkpoint.spec.layers
+        for name in sorted(n for n in checkpoint.entries if n.startswith(layer.prefix))
+        if "conv1d" in name.removeprefix(layer.prefix)
+        or name.removeprefix(layer.prefix) in (family.a_log, family.dt_bias)
+    ]
 
 
 def verify_against(plan: Plan, checkpoint: Checkpoint) -> Order:

@@ -138,7 +138,8 @@ def _verify(
     progress: Progress | None,
 ) -> Verification:
     prompts, prompt_tokens, new_tokens = sizes
-    source, target = open_checkpoint(original), open_checkpoint(exported)
+    source = open_checkpoint(original, weights=True)
+    target = open_checkpoint(exported, weights=True)
     plan = read_plan(target.path)
     _expect(plan, source, "original")
     _expect(plan, target, "exported")

@@ -197,7 +197,7 @@ def load_model(
     import transformers
 
     target = torch_device(device)
-    checkpoint = open_checkpoint(path_or_name, lower_bound=lower_bound)
+    checkpoint = open_checkpoint(path_or_name, lower_bound=lower_bound, weights=True)
     spec = checkpoint.spec
     if dtype is None:
         dtype = torch.float32 if target.type == "cpu" else torch.bfloat16
