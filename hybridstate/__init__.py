@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         bench_update,
         calibrate,
         export_plan,
+        inspect,
         validate_horizons,
         verify,
     )
@@ -46,6 +47,7 @@ __all__ = [
     "bench_update",
     "calibrate",
     "export_plan",
+    "inspect",
     "validate_horizons",
     "verify",
 ]

@@ -15,6 +15,7 @@ VERBS = {
     "bench_update",
     "calibrate",
     "export_plan",
+    "inspect",
     "validate_horizons",
     "verify",
 }

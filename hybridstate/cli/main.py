@@ -10,7 +10,16 @@ import typer
 
 from hybridstate import __version__
 
-VERBS: Final = ("analyze", "calibrate", "export_plan", "plan", "verify", "bench", "doctor")
+VERBS: Final = (
+    "inspect",
+    "analyze",
+    "calibrate",
+    "export_plan",
+    "plan",
+    "verify",
+    "bench",
+    "doctor",
+)
 """Modules of `hybridstate.cli`, in the order of `--help`. None imports torch or NumPy at the top."""
 
 app = typer.Typer(
