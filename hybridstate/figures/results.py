@@ -24,9 +24,13 @@ def restore_figure(result: Mapping[str, Any], model: str, folder: Path) -> None:
     random = {(c["w_max"], c["kind"], c["metric"]): c for c in result["comparisons"]}
     rows: list[tuple[object, ...]] = []
 
-    figure = new_figure(3.2 * len(metrics), 3.2)
-    panels = figure.subplots(1, len(metrics), squeeze=False)[0]
-    for axes, (kind, metric) in zip(panels, metrics, strict=True):
+    columns = min(3, len(metrics))
+    lines = -(-len(metrics) // columns)
+    figure = new_figure(3.4 * columns, 2.9 * lines + 0.3)
+    panels = figure.subplots(lines, columns, squeeze=False).ravel()
+    for empty in panels[len(metrics) :]:
+        empty.set_axis_off()
+    for axes, (kind, metric) in zip(panels[: len(metrics)], metrics, strict=True):
 
         def value(arm: str, kind: str = kind, metric: str = metric) -> float:
             entry = arms[arm]["prose"] if kind == "prose" else arms[arm]["tasks"][kind]
