@@ -278,6 +278,7 @@ def export_plan(
     *,
     out: str | Path,
     w_max: int | None = None,
+    policy: str | Path | None = None,
     calibration: str | Path | None = None,
     weights: bool | None = None,
     tp: int | None = None,
@@ -298,6 +299,7 @@ def export_plan(
         model: folder, embedded name, or without weights to write a Hub name.
         out: output folder; appears whole or not at all.
         w_max: cutoff in tokens; without it the plan has no selection.
+        policy: a Model-Optimizer DASC policy that gives cutoff, gate input and epsilon instead.
         calibration: folder of `calibrate`; without it the plan has no packed state.
         weights: write the permuted checkpoint; by default exactly when its order can be absorbed.
         tp, balance: ranks to place the selection on, and how; None leaves placement to the engine.
@@ -316,6 +318,9 @@ def export_plan(
     from hybridstate.plan.build import build_plan
     from hybridstate.plan.calibration import read_calibration
     from hybridstate.plan.compare import verify_against
+    from hybridstate.plan.placement import place
+    from hybridstate.plan.policy import read_policy
+    from hybridstate.plan.policy_model import policy_selection
     from hybridstate.plan.store import OUTPUT_MARKS, read_plan, write_files
     from hybridstate.provenance import check_apart, check_output_folder, fresh_folder
     from hybridstate.weights.export import ExportedPlan
@@ -340,6 +345,15 @@ def export_plan(
             "without a calibration no weight moves, so there is no checkpoint to write",
             hint="add --calibration DIR, or leave --weights out",
         )
+    theirs = None if policy is None else read_policy(policy)
+    if theirs is not None:
+        if w_max is not None or gate_input is not None:
+            raise UsageError("a policy brings its cutoff and gate input: leave yours out")
+        w_max, gate_input, epsilon = (
+            theirs.selected_wmax,
+            theirs.static_gate_input,
+            theirs.epsilon,
+        )
     if (tp is None and balance != "off") or (tp is not None and w_max is None):
         raise UsageError(
             "a placement needs both the ranks and a selection",
@@ -359,15 +373,18 @@ def export_plan(
             offline=offline,
             cache_dir=cache_dir,
         )
+        chosen = found.cutoffs[0].selection
+        if theirs is not None:
+            chosen = policy_selection(theirs, checkpoint)
         plan = build_plan(
             checkpoint,
             horizons=found.horizons,
             gate_input=found.gate_input,
             gate_input_source=found.gate_input_source,
             epsilon=epsilon,
-            selection=found.cutoffs[0].selection,
+            selection=chosen,
             calibration=measured,
-            placement=None if tp is None else found.capacity.placements[0],
+            placement=None if tp is None else place(found.spec, chosen, tp=tp, mode=balance),
         )
     layout = None
     if weights or (weights is None and measured is not None and measured.key_order == "shared"):

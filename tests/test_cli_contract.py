@@ -33,6 +33,7 @@ COMMANDS = (
     ("plan", "validate"),
     ("plan", "diff"),
     ("plan", "verify"),
+    ("plan", "policy"),
     ("verify",),
     ("bench",),
     ("bench", "update"),

@@ -49,6 +49,15 @@ def export_plan(
             show_default=False,
         ),
     ] = None,
+    policy: Annotated[
+        Path | None,
+        typer.Option(
+            "--policy",
+            metavar="FILE",
+            help="Model-Optimizer DASC policy that gives cutoff and gate input instead.",
+            show_default=False,
+        ),
+    ] = None,
     calibration: Annotated[
         Path | None,
         typer.Option(
@@ -106,6 +115,7 @@ def export_plan(
             model,
             out=output,
             w_max=w_max,
+            policy=policy,
             calibration=calibration,
             weights=weights,
             tp=tp,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hybridstate.cli import plan_policy
 from hybridstate.cli.options import CacheDir, Json, Offline, Quiet
 from hybridstate.cli.output import Output, command
 
@@ -28,6 +29,7 @@ def register(app: typer.Typer) -> None:
     group.command("validate", epilog="Example: hybridstate plan validate ./plan")(validate)
     group.command("diff", epilog="Example: hybridstate plan diff ./plan ./plan")(diff)
     group.command("verify", epilog="Example: hybridstate plan verify ./plan tiny-kda")(verify)
+    group.command("policy", epilog=plan_policy.EXAMPLE)(plan_policy.policy)
     app.add_typer(
         group, name="plan", help="Look into, check and compare plans.", short_help="Inspect plans."
     )

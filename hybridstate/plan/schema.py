@@ -1,4 +1,4 @@
-"""The `plan.json` of a bundle: what it may contain, and nothing else. The only pydantic import.
+"""The `plan.json` of a bundle: what it may contain, and nothing else.
 
 Unknown keys, NaN and infinities are refused. Infinite horizons live in the arrays, never here.
 A reader accepts `schema_version` up to its own and refuses a newer one. The JSON Schema of
