@@ -106,11 +106,16 @@ def cutoff_agreement(static: Sequence[F64], observed: Sequence[F64], w_max: int)
 
 @dataclass(frozen=True, slots=True)
 class LayerAgreement:
-    """Median over prefixes of one layer's correlations; None where all pairs were constant."""
+    """Median over prefixes of one layer's correlations; None where all pairs were constant.
+
+    The `_by_prefix` fields hold the correlation of every prefix, None where one side was constant.
+    """
 
     index: int
     horizons: float | None
     magnitudes: float | None
+    horizons_by_prefix: tuple[float | None, ...] = ()
+    magnitudes_by_prefix: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +166,8 @@ def validate(
             index,
             rank_agreement([horizons], [layer]).median,
             rank_agreement([horizons], [magnitude]).median,
+            tuple(rank_correlation(horizons, prefix) for prefix in layer),
+            tuple(rank_correlation(horizons, prefix) for prefix in magnitude),
         )
         for index, horizons, layer, magnitude in zip(
             indices, static, observed, magnitudes, strict=True

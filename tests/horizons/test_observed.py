@@ -88,3 +88,7 @@ def test_validation_is_plain_json_and_perfect_on_itself() -> None:
     assert found["magnitudes"]["median"] == pytest.approx(-1.0)
     assert [c["same_side"] for c in found["cutoffs"]] == [1.0, 1.0]
     assert found["layers"][0]["index"] == 2
+    by_prefix = found["layers"][0]["horizons_by_prefix"]
+    assert len(by_prefix) == found["prefixes"]
+    known = [rho for rho in by_prefix if rho is not None]
+    assert found["layers"][0]["horizons"] == pytest.approx(float(np.median(known)))
