@@ -8,7 +8,10 @@ from html import escape
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from hybridstate.plan.analysis import Analysis
+from hybridstate.plan.retention import retention_map
 
 REPORT_FILE: Final = "index.html"
 
@@ -43,6 +46,7 @@ def analysis_page(
     title = f"{analysis.source.name}: recurrent state"
     lines = [part for part in parts if isinstance(part, str)]
     tables = [part for part in parts if isinstance(part, PageTable)]
+    tables += [_heads(analysis)] if analysis.spec.unit == "channel" else []
     body = [
         f"<h1>{escape(title)}</h1>",
         *(f"<p>{escape(line)}</p>" for line in lines),
@@ -68,6 +72,31 @@ def _figures(analysis: Analysis) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory(prefix="hybridstate-") as folder:
         names = analysis_figures(analysis, Path(folder))
         return {name: (Path(folder) / f"{name}.png").read_bytes() for name in names}
+
+
+def _heads(analysis: Analysis) -> PageTable:
+    """Layer-head pairs by what they keep, and the layer means (DASC figures 6 to 8)."""
+    rows = []
+    for cutoff in analysis.cutoffs:
+        found = retention_map(analysis.spec, cutoff.selection)
+        pairs, means = found.pairs, found.layer_means
+        block = found.blocks[found.nearest_median]
+        rows.append(
+            (
+                str(cutoff.selection.w_max),
+                *(f"{pairs[kind]:,}" for kind in ("none", "mixed", "all")),
+                f"{means.min():.3f} to {means.max():.3f}",
+                f"{np.median(means):.3f}",
+                f"{block} ({means[found.nearest_median]:.3f})",
+            )
+        )
+    return PageTable(
+        title="heads by how many of their channels a checkpoint keeps",
+        columns=("W_max", "none", "some", "all", "layer means", "median", "nearest block (mean)"),
+        rows=tuple(rows),
+        note="one head of one layer each; blocks are counted from 0",
+        numeric=(True, True, True, True, False, True, False),
+    )
 
 
 def _contents(tables: Sequence[PageTable], figures: Mapping[str, bytes]) -> str:

@@ -80,7 +80,7 @@ def _slots(out: Output, found: "Capacity", budget: int) -> None:
     dense = found.dense.slots(budget)
     out.table(
         f"usable slots of one pool of {size(budget)} per rank",
-        ("format", "slots", "over dense", "largest tensor", "at rank"),
+        ("format", "slots", "ratio", "largest", "at rank"),
         [
             (
                 _short(state),
@@ -91,7 +91,8 @@ def _slots(out: Output, found: "Capacity", budget: int) -> None:
             )
             for state in found.states
         ],
-        note="floor(budget / bytes) - 1: allocators keep slot 0 for themselves"
+        note="floor(budget / bytes) - 1: allocators keep slot 0 for themselves; ratio over dense slots; "
+        "largest: the tensor that takes most, and the rank that does"
         + ("" if dense else "; the budget is too small for a dense pool"),
     )
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _LONGEST_DECADE: Final = 7  # ten million tokens, beyond any context; what is longer is counted
 _LABEL_ROWS: Final = 4
 _DECAY_BINS: Final = 50
+_CHANNEL_TICKS: Final = 16
 
 
 def decay_figure(analysis: Analysis, folder: Path) -> None:
@@ -81,7 +82,7 @@ def decay_figure(analysis: Analysis, folder: Path) -> None:
     axes.set_ylim(0, max(float(share.max()), 1e-9) * (1.05 + 0.07 * _LABEL_ROWS))
     axes.set_xlabel("share of a unit that one token leaves, at the representative gate input")
     axes.set_ylabel("key channels, %" if analysis.spec.unit == "channel" else "value heads, %")
-    axes.legend(loc="center left", fontsize=8, frameon=False)
+    axes.legend(loc="upper left", fontsize=8, frameon=False)
     set_title(axes, analysis, "static one-step decay")
     save_figure(figure, folder / "decay", ("from_alpha", "to_alpha", "units"), rows)
 
@@ -185,6 +186,8 @@ def horizon_map_figure(analysis: Analysis, folder: Path) -> None:
 
 def channels_figure(analysis: Analysis, folder: Path) -> None:
     """Channel horizons of the layer nearest the median at the first cutoff (DASC figure 7)."""
+    from matplotlib.ticker import MultipleLocator
+
     spec, selection = analysis.spec, analysis.cutoffs[0].selection
     found = retention_map(spec, selection)
     nearest = found.nearest_median
@@ -193,6 +196,7 @@ def channels_figure(analysis: Analysis, folder: Path) -> None:
     figure = new_figure(7.0, min(7.5, max(2.6, 1.4 + 0.1 * horizons.shape[0])))
     axes = figure.add_subplot()
     _tokens_bar(axes, _tokens_image(axes, horizons))
+    axes.xaxis.set_major_locator(MultipleLocator(_CHANNEL_TICKS))
     axes.set_xlabel("key channel")
     axes.set_ylabel("value head")
     set_title(
