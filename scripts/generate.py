@@ -126,6 +126,7 @@ def readme() -> str:
 
 RESULTS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
     ("The embedded models", "training.json", tables.training),
+    ("Static horizons against observed ones", "validate-*.json", tables.validation),
     ("Restoring a cached prefix", "restore-*.json", tables.restore),
     ("DASC against random masks of the same size", "restore-*.json", tables.advantage),
     ("What the models need their state for", "restore-*.json", tables.interventions),

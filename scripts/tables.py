@@ -242,6 +242,40 @@ def update(result: Result) -> str:
     return markdown(columns, rows)
 
 
+# --- analyze --validate ---------------------------------------------------------------------------
+
+
+def validation(result: Result) -> str:
+    """Rank agreement of static horizons with what prefixes showed, and agreement at each cutoff."""
+    found = result["validation"]
+    ranks = [
+        [
+            label,
+            significant(found[key]["median"]),
+            f"{significant(found[key]['lower_quartile'])} to {significant(found[key]['upper_quartile'])}",
+            f"{found[key]['pairs']:,}",
+        ]
+        for label, key in (("observed horizon H_e", "horizons"), ("state norm M_S", "magnitudes"))
+    ]
+    decisions = [
+        [
+            f"{cutoff['w_max']:,}",
+            percent(cutoff["same_side"]),
+            f"{cutoff['omitted']:,}",
+            f"{cutoff['omitted_but_longer']:,}",
+        ]
+        for cutoff in found["cutoffs"]
+    ]
+    columns = ["static horizon against", "Spearman, median", "quartiles", "prefix-layer pairs"]
+    cutoffs = ["W_max", "same side under H_s and H_e", "omitted", "omitted though H_e is longer"]
+    note = (
+        f"{found['prefixes']} prefixes of {found['tokens']:,} tokens ({found['source']}); units are "
+        "counted once per prefix. Published medians (DASC, Table 1b): H_e .801 Qwen3-Next, .856 "
+        "Kimi-Linear, .895 Kimi-K3; M_S .632, .533, .443."
+    )
+    return f"{markdown(columns, ranks)}\n\n{markdown(cutoffs, decisions)}\n\n{note}"
+
+
 # --- bench decode ---------------------------------------------------------------------------------
 
 
@@ -269,7 +303,13 @@ def decode(result: Result) -> str:
         "FP32 over this",
         "state GB per s of step",
     ]
-    return markdown(columns, rows)
+    return markdown(columns, rows) + _key_order(result)
+
+
+def _key_order(result: Result) -> str:
+    """Which weights ran: with the plan's channel order in them, or with a gather beside."""
+    order = result.get("protocol", {}).get("key_order")
+    return f"\n\nKey order of the packed state: {order}." if order else ""
 
 
 # --- short forms for the README -------------------------------------------------------------------
@@ -293,7 +333,7 @@ def decode_by_state(result: Result) -> str:
         (("", row["batch"], row["state"], row["tpot_s"]) for row in result["rows"]),
         ("", "batch"),
         lambda seconds: f"{1e3 * seconds:.3g} ms",
-    )
+    ) + _key_order(result)
 
 
 def _by_state(

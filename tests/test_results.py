@@ -115,6 +115,23 @@ def test_decode_table_compares_with_fp32_at_the_same_batch() -> None:
     assert damp == ["batch 8, damp", "gluon, graph", "1,628,160", "2 ms", "1.50x", "1,234.5"]
 
 
+def test_validation_table_holds_ranks_and_decisions() -> None:
+    ranks = {"median": 0.5, "lower_quartile": 0.25, "upper_quartile": 0.75, "pairs": 48}
+    cutoff = {"w_max": 64, "same_side": 0.625, "omitted": 1234, "omitted_but_longer": 8}
+    found = {
+        "horizons": ranks,
+        "magnitudes": ranks,
+        "cutoffs": [cutoff],
+        "prefixes": 8,
+        "tokens": 1024,
+        "source": "a book",
+    }
+    text = tables.validation({"validation": found})
+    assert "| observed horizon H_e | 0.5 | 0.25 to 0.75 | 48 |" in text
+    assert "| 64 | 62.5 % | 1,234 | 8 |" in text
+    assert "8 prefixes of 1,024 tokens (a book)" in text
+
+
 def test_short_tables_have_a_row_a_batch_and_a_column_a_state() -> None:
     rows = [
         {"batch": 8, "state": state, "tpot_s": {"median": t}, "step_s": {"median": t / 1000}}
