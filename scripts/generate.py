@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import family_tables
 import tables
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -110,18 +111,27 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "precision": lambda: per_model("calibrate-*.json", tables.precision),
     "update": lambda: per_model("update*.json", tables.update_by_state),
     "decode": lambda: per_model("decode-*.json", tables.decode_by_state),
+    "families": family_tables.families,
+    "releases": family_tables.releases,
 }
 
 
-def readme() -> str:
-    """README.md with every generated block written anew."""
-    text = (ROOT / "README.md").read_text()
+def filled(page: str) -> str:
+    """A page with every generated block written anew."""
 
     def fill(match: re.Match[str]) -> str:
         body = BLOCKS[match["name"]]()
         return match["head"] + (f"\n{body}\n\n" if body else "") + match["tail"]
 
-    return BLOCK.sub(fill, text)
+    return BLOCK.sub(fill, (ROOT / page).read_text())
+
+
+def readme() -> str:
+    return filled("README.md")
+
+
+def families() -> str:
+    return filled("docs/families.md")
 
 
 RESULTS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
@@ -195,6 +205,7 @@ def plan_schema() -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     "README.md": readme,
+    "docs/families.md": families,
     "docs/results.md": results,
     "docs/cli.md": command_line,
     "plans/plan.schema.json": plan_schema,
