@@ -4,6 +4,8 @@
 they hold the product's arithmetic (placement, slots, statistics) against every printed result.
 """
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -172,3 +174,23 @@ def test_synthetic_horizons_are_finite_positive_and_the_same_each_time(model: st
     assert all(a.tobytes() == b.tobytes() for a, b in zip(horizons, again, strict=True))
     for w_max, units in FITS[model].retained.items():
         assert sum(int((h > w_max).sum()) for h in horizons) == units
+
+
+def test_table_of_the_planning_page_is_what_comes_out() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    for model, capacities in FIG4.items():
+        balanced, off = planned(model, "storage"), planned(model, "off")
+        dense = balanced.dense
+        int8 = {s.w_max: s for s in balanced.checkpoints if s.stored == "int8-checkpoint"}
+        for w_max, state in fp32_states(balanced).items():
+            cells = (
+                model,
+                str(w_max),
+                f"{capacities[w_max]:.2f}",
+                f"{slot_ratio(balanced, state):.2f}",
+                f"{dense.full_bytes / state.full_bytes:.3f}",
+                f"{slot_ratio(off, fp32_states(off)[w_max]):.2f}",
+                f"{dense.full_bytes / int8[w_max].full_bytes:.2f}",
+                f"{state.full_bytes:,}",
+            )
+            assert f"| {' | '.join(cells)} |" in page
