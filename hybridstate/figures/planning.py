@@ -120,7 +120,7 @@ def capacity_figure(analysis: Analysis, folder: Path) -> None:
     axes.grid(axis="y", linewidth=0.4, alpha=0.6)
     axes.set_xlabel("cutoff $W_{max}$ in tokens")
     axes.set_ylabel("states in the same bytes")
-    axes.legend(fontsize=8, frameon=False, loc="upper left")
+    axes.legend(fontsize=8, facecolor="white", edgecolor="none", framealpha=1, loc="upper left")
     where = f"capacity per rank, {tp} ranks" if ranks else "capacity"
     set_title(axes, analysis, f"{where}, dense = 1")
     header = ("series", "w_max", "slot_units", "slot_bytes", "ratio_full")

@@ -159,15 +159,20 @@ def permutation_refusal(checkpoint: Checkpoint) -> str | None:
     FP8 in blocks of 128 when a head covers whole blocks; packed 4-bit formats and scales of other
     granularity are left where they are. Only linear-attention tensors count, not the experts.
     """
-    for layer in checkpoint.spec.layers:
-        for name in sorted(n for n in checkpoint.entries if n.startswith(layer.prefix)):
-            dtype = checkpoint.entries[name].dtype
-            if dtype in _FLOATING:
-                continue
-            aligned = layer.key_dim % _FP8_BLOCK == 0 and layer.value_dim % _FP8_BLOCK == 0
-            if dtype in _FP8 and aligned and _block_scaled(checkpoint, name):
-                continue
-            return f"{name} is stored as {dtype}, and moving heads needs unquantised linear weights"
+    layers = {layer.prefix: layer for layer in checkpoint.spec.layers}
+    prefixes = tuple(layers)
+    suspects = (
+        name
+        for name, entry in checkpoint.entries.items()
+        if entry.dtype not in _FLOATING and name.startswith(prefixes)
+    )
+    for name in sorted(suspects):
+        layer = next(layer for prefix, layer in layers.items() if name.startswith(prefix))
+        dtype = checkpoint.entries[name].dtype
+        aligned = layer.key_dim % _FP8_BLOCK == 0 and layer.value_dim % _FP8_BLOCK == 0
+        if dtype in _FP8 and aligned and _block_scaled(checkpoint, name):
+            continue
+        return f"{name} is stored as {dtype}, and moving heads needs unquantised linear weights"
     return None
 
 

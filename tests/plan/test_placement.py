@@ -236,6 +236,15 @@ def test_heads_of_quantised_linear_weights_do_not_move(
     assert "--balance storage" in str(caught.value.hint)
 
 
+def test_quantised_experts_do_not_hold_heads_back(tiny_kda: Path) -> None:
+    """Kimi-K3: MXFP4 experts beside BF16 linear-attention weights."""
+    checkpoint = open_checkpoint(tiny_kda)
+    some = next(iter(checkpoint.entries.values()))
+    expert = "model.layers.0.block_sparse_moe.experts.0.w1.weight_packed"
+    checkpoint.entries = {**checkpoint.entries, expert: _stored_as(some, "U8")}
+    assert permutation_refusal(checkpoint) is None
+
+
 def test_block_scaled_fp8_moves_only_with_whole_blocks(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_checkpoint(tmp_path / "model", "kimi_linear"))
     name = next(n for n in checkpoint.entries if n.endswith("q_proj.weight"))
