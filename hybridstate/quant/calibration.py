@@ -16,7 +16,8 @@ import torch
 
 from hybridstate.checkpoint import EMBEDDED, Checkpoint
 from hybridstate.provenance import sha256_json
-from hybridstate.quant.formats import FORMATS, Arm, plain_arm
+from hybridstate.quant.arms import Arm, plain_arm
+from hybridstate.quant.formats import FORMATS
 from hybridstate.quant.risk import (
     F64,
     I16,

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from hybridstate.errors import NumericError, UsageError
 from hybridstate.families import ModelSpec
-from hybridstate.quant.formats import Arm, Format
+from hybridstate.quant.arms import Arm
+from hybridstate.quant.formats import Format
 
 F64 = NDArray[np.float64]
 I16 = NDArray[np.int16]

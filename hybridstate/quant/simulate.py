@@ -10,13 +10,13 @@ layers, which a one-shot error measurement cannot see.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hybridstate.quant.formats import FORMATS, Arm
+from hybridstate.quant.arms import Arm
 from hybridstate.trajectories.model import (
     LoadedModel,
     decode,
@@ -31,6 +31,9 @@ from hybridstate.trajectories.record import check_states
 
 Progress = Callable[[str, int, int], None]
 
+CHANNEL_SAMPLES: Final = 16
+"""Updates of a sequence at which the accumulated error of each key channel is taken."""
+
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
@@ -44,6 +47,8 @@ class Simulation:
         steps: updates after which states were compared, the last one included.
         state_error: `[steps, A, S]`, ||S^q - S|| / ||S|| per layer, mean over layers.
         saturated: per arm, values beyond FP16 that were to be stored as FP16, at chunk ends and compared updates.
+        channel_error: per linear layer `[A, H, K]`, ||S^q_u - S_u||^2 per key channel, mean over sequences
+            and over `CHANNEL_SAMPLES` evenly spaced updates.
         chunk: prefill tokens between two writes of the state.
     """
 
@@ -54,24 +59,55 @@ class Simulation:
     steps: tuple[int, ...]
     state_error: NDArray[np.float64]
     saturated: tuple[int, ...]
+    channel_error: tuple[NDArray[np.float64], ...]
     chunk: int
 
 
-def requantise(arms: tuple[Arm, ...], state: torch.Tensor, ordinal: int) -> None:
-    """Pass the row blocks of `[A * S, H, K, V]` through their arm's storage, in place."""
-    for arm, block in zip(arms, state.chunk(len(arms)), strict=True):
-        if arm.low is not FORMATS["fp32"] or arm.protected is not None:
-            block.copy_(arm.reconstruct(block, ordinal))
+class Storage:
+    """What A arms keep of the states of S sequences over one pass; row block i of a state is arm i's.
+
+    Args:
+        arms: how each block is stored.
+        sequences: `[S]` number of each sequence, for stochastic rounding.
+    """
+
+    def __init__(self, arms: tuple[Arm, ...], sequences: torch.Tensor | None = None) -> None:
+        self.arms = arms
+        self.sequences = sequences
+        self._residuals: dict[tuple[int, int], torch.Tensor] = {}
+
+    def write(self, state: torch.Tensor, ordinal: int, update: int) -> None:
+        """Pass `[A * S, H, K, V]` through storage, in place, so that it holds what a read returns.
+
+        `update` counts from 1; a number below 1 is a prefill chunk, after which every arm writes. An arm
+        that defers its writes keeps the exact state meanwhile: that is what replaying the inputs since
+        the last write on what that write stored gives.
+        """
+        blocks = state.chunk(len(self.arms))
+        for place, (arm, block) in enumerate(zip(self.arms, blocks, strict=True)):
+            if arm.exact or (update > 0 and update % arm.every):
+                continue
+            carried = self._residuals.get((place, ordinal))
+            if carried is not None:
+                block.add_(carried)
+            stored = arm.reconstruct(block, ordinal, update, self.sequences)
+            if arm.feedback is not None:
+                self._residuals[place, ordinal] = arm.residual(block, stored)
+            block.copy_(stored)
 
 
 def requantised_decode(
-    arms: tuple[Arm, ...], before: Callable[[torch.Tensor, int], None] | None = None
+    arms: tuple[Arm, ...],
+    before: Callable[[torch.Tensor, int], None] | None = None,
+    storage: Storage | None = None,
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """A decode function for `swap`: one reference update, then each row block through its storage.
 
     The output reads the updated state before it is stored, as the fused kernel does. `before` sees each
-    layer's updated state and its ordinal, before it is stored.
+    layer's updated state and its ordinal, before it is stored. Every layer counts its own updates.
     """
+    kept = Storage(arms) if storage is None else storage
+    updates: dict[int, int] = {}
 
     def step(
         ordinal: int,
@@ -85,7 +121,8 @@ def requantised_decode(
         o, state = reference_decode(ordinal, q, k, v, g, beta, initial_state)
         if before is not None:
             before(state, ordinal)
-        requantise(arms, state, ordinal)
+        updates[ordinal] = updates.get(ordinal, 0) + 1
+        kept.write(state, ordinal, updates[ordinal])
         return o, state
 
     return step
@@ -113,8 +150,7 @@ def simulate(
     Raises:
         NumericError: a state is not finite; names prompt, arm, layer, head and channel.
     """
-    assert arms[0].low is FORMATS["fp32"]
-    assert arms[0].protected is None
+    assert arms[0].exact
     group = max(1, batch // len(arms))
     updates = generated.shape[1] - 1
     starts = range(0, len(prompts), group)
@@ -128,7 +164,8 @@ def simulate(
                 progress("validate", before + update, len(starts) * updates)
 
         rows = slice(start, start + group)
-        parts.append(_pass(loaded, prompts[rows], generated[rows], arms, chunk, advance))
+        parts.append(_pass(loaded, prompts[rows], generated[rows], arms, chunk, start, advance))
+    shares = [part.kl.shape[1] / len(prompts) for part in parts]
     return Simulation(
         arms=arms,
         kl=np.concatenate([p.kl for p in parts], 1),
@@ -137,6 +174,10 @@ def simulate(
         steps=parts[0].steps,
         state_error=np.concatenate([p.state_error for p in parts], 2),
         saturated=tuple(sum(p.saturated[i] for p in parts) for i in range(len(arms))),
+        channel_error=tuple(
+            np.sum([share * error for share, error in zip(shares, errors, strict=True)], axis=0)
+            for errors in zip(*(part.channel_error for part in parts), strict=True)
+        ),
         chunk=chunk,
     )
 
@@ -151,6 +192,7 @@ class _Pass:
     steps: tuple[int, ...]
     state_error: NDArray[np.float64]
     saturated: tuple[int, ...]
+    channel_error: tuple[NDArray[np.float64], ...]
 
 
 def _pass(
@@ -159,6 +201,7 @@ def _pass(
     generated: torch.Tensor,
     arms: tuple[Arm, ...],
     chunk: int,
+    first: int,
     advance: Callable[[int], None],
 ) -> _Pass:
     sequences, updates = len(prompts), generated.shape[1] - 1
@@ -167,6 +210,9 @@ def _pass(
 
     saturated = [0] * len(arms)
     steps = comparison_steps(updates)
+    sampled = channel_samples(updates)
+    channels: list[torch.Tensor] = []
+    storage = Storage(arms, torch.arange(first, first + sequences, device=loaded.device))
     update = 0
 
     def count(state: torch.Tensor, ordinal: int) -> None:
@@ -175,10 +221,10 @@ def _pass(
             for place, (arm, block) in enumerate(zip(arms, state.chunk(len(arms)), strict=True)):
                 saturated[place] += arm.saturated(block, ordinal)
 
-    def store(cache: Any, _done: int) -> None:
+    def store(cache: Any, done: int) -> None:
         for ordinal, state in enumerate(recurrent_states(cache)):
             count(state, ordinal)
-            requantise(arms, state, ordinal)
+            storage.write(state, ordinal, -done)
 
     # Up to the end of the first chunk all arms are one.
     _, cache = prefill(loaded, tokens[:, :chunk])
@@ -192,7 +238,7 @@ def _pass(
     kl, nll = np.empty(shape), np.empty(shape)
     same_top = np.empty(shape, dtype=bool)
     errors: list[NDArray[np.float64]] = []
-    with swap(loaded, decode=requantised_decode(arms, count)):
+    with swap(loaded, decode=requantised_decode(arms, count, storage)):
         for update in range(1, updates + 1):
             logits = decode(loaded, generated[everyone, update - 1], cache)
             at = update - 1
@@ -201,16 +247,28 @@ def _pass(
             )
             if update in steps:
                 errors.append(state_errors(recurrent_states(cache), len(arms)))
+            if update in sampled:
+                found = channel_errors(recurrent_states(cache), len(arms))
+                channels = (
+                    [a + b for a, b in zip(channels, found, strict=True)] if channels else found
+                )
             advance(update)
     names = ", ".join(arm.name for arm in arms)
     check_states(loaded, recurrent_states(cache), prompts * len(arms), f"after validating {names}")
-    return _Pass(kl, same_top, nll, steps, np.stack(errors), tuple(saturated))
+    per_channel = tuple((total / len(sampled)).cpu().numpy() for total in channels)
+    return _Pass(kl, same_top, nll, steps, np.stack(errors), tuple(saturated), per_channel)
 
 
 def comparison_steps(updates: int) -> tuple[int, ...]:
     """1, 2, 4, ... and the last update."""
     powers = {1 << n for n in range(updates.bit_length())}
     return tuple(sorted({p for p in powers if p <= updates} | {updates}))
+
+
+def channel_samples(updates: int) -> tuple[int, ...]:
+    """Evenly spaced updates up to the last one at which errors per channel are taken."""
+    count = min(CHANNEL_SAMPLES, updates)
+    return tuple(round(updates * (n + 1) / count) for n in range(count))
 
 
 def compare(
@@ -238,3 +296,13 @@ def state_errors(states: list[torch.Tensor], arms: int) -> NDArray[np.float64]:
     mean = torch.as_tensor(total / len(states), dtype=torch.float64)
     result: NDArray[np.float64] = mean.cpu().numpy()
     return result
+
+
+def channel_errors(states: list[torch.Tensor], arms: int) -> list[torch.Tensor]:
+    """||S^q_u - S_u||^2 of each key channel, mean over sequences, per layer `[A, H, K]` float64."""
+    found = []
+    for state in states:
+        blocks = state.chunk(arms)
+        squares = [(b - blocks[0]).square().sum(-1).mean(0, dtype=torch.float64) for b in blocks]
+        found.append(torch.stack(squares))
+    return found

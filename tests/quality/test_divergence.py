@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from hybridstate.quality.divergence import divergences, standard_error
-from hybridstate.quant.formats import FORMATS, Arm, plain_arm
+from hybridstate.quant.arms import Arm, plain_arm
+from hybridstate.quant.formats import FORMATS
 from hybridstate.quant.simulate import Simulation
 
 
@@ -21,7 +22,7 @@ def simulation() -> Simulation:
     nll[1] = 2.5
     error = np.zeros((2, 2, 3))
     error[0, 1], error[1, 1] = 0.05, [0.1, 0.2, 0.3]
-    return Simulation(arms, kl, same, nll, (1, 2), error, (0, 7), 8192)
+    return Simulation(arms, kl, same, nll, (1, 2), error, (0, 7), (np.zeros((2, 1, 8)),), 8192)
 
 
 def test_means_are_over_positions_then_sequences_with_errors_over_sequences() -> None:

@@ -8,7 +8,8 @@ import torch
 
 from hybridstate.checkpoint import open_checkpoint
 from hybridstate.errors import NumericError, UsageError
-from hybridstate.quant.formats import FORMATS, Arm
+from hybridstate.quant.arms import Arm
+from hybridstate.quant.formats import FORMATS
 from hybridstate.quant.risk import (
     Place,
     check_k_hi,

@@ -1,12 +1,16 @@
 """The requantised recurrence: Eq. 13 in float64, arms in one batch, chunked prefill, comparisons."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from hybridstate.errors import NumericError
+from hybridstate.families import LinearLayer
 from hybridstate.kernels import reference
-from hybridstate.quant.formats import FORMATS, Arm, Format, plain_arm
+from hybridstate.quant.arms import Arm, plain_arm
+from hybridstate.quant.formats import FORMATS, Format
 from hybridstate.quant.simulate import (
     compare,
     comparison_steps,
@@ -37,9 +41,22 @@ def arms_of(loaded: LoadedModel) -> tuple[Arm, ...]:
     return (*plain, Arm("damp", FORMATS["int8-step"], protected))
 
 
+INT8 = plain_arm("int8-step")
+MECHANISMS = {
+    "int8-step": INT8,
+    "stochastic": Arm("stochastic", FORMATS["int8-step-stochastic"], seed=5),
+    "deferred": replace(INT8, every=4),
+    "feedback-fp16": replace(INT8, feedback="fp16"),
+    "feedback-int4": replace(INT8, feedback="int4"),
+}
+
+
+@pytest.mark.parametrize("mechanism", list(MECHANISMS))
 @pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
 @pytest.mark.parametrize("bundle", [1, 2, 3])
-def test_accumulated_error_is_the_sum_of_transported_local_errors(kda: bool, bundle: int) -> None:
+def test_accumulated_error_is_the_sum_of_transported_local_errors(
+    kda: bool, bundle: int, mechanism: str
+) -> None:
     """Delta S_t = R_t + sum_i A_t ... A_{i+1} R_i, with A = (I - beta k k^T) Lambda (DAMP Eq. 13)."""
     generator = torch.Generator().manual_seed(bundle)
     batch, key_heads, key_dim, value_dim, updates = 2, 2, 8, 12, 12
@@ -48,7 +65,8 @@ def test_accumulated_error_is_the_sum_of_transported_local_errors(kda: bool, bun
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    step = requantised_decode((plain_arm("fp32"), plain_arm("int8-step")))
+    step = requantised_decode((plain_arm("fp32"), MECHANISMS[mechanism]))
+    largest = 0.0
     state = randn(batch, heads, key_dim, value_dim).repeat(2, 1, 1, 1)
     transported = torch.zeros(batch, heads, key_dim, value_dim, dtype=torch.float64)
     for _ in range(updates):
@@ -67,8 +85,89 @@ def test_accumulated_error_is_the_sum_of_transported_local_errors(kda: bool, bun
         ) @ torch.diag_embed(decay)
         transported = transition @ transported + local
         error = state[batch:] - state[:batch]
-        assert local.abs().max() > 1e-6
+        largest = max(largest, float(local.abs().max()))
         assert (error - transported).abs().max() < 1e-10
+    assert largest > 1e-6
+
+
+def recurrence(seed: int, updates: int):  # type: ignore[no-untyped-def]
+    """Inputs of `updates` KDA steps, one sequence, d_k != d_v."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    for _ in range(updates):
+        q, k, v = randn(1, 2, 8), randn(1, 2, 8), randn(1, 4, 40)
+        yield q, k, v, -torch.exp(randn(1, 4, 8) - 2), torch.sigmoid(randn(1, 4))
+
+
+def run(arms: tuple[Arm, ...], updates: int) -> list[torch.Tensor]:
+    """States `[A, 4, 8, 40]` after every update."""
+    step = requantised_decode(arms)
+    state = torch.zeros(len(arms), 4, 8, 40)
+    seen = []
+    for inputs in recurrence(3, updates):
+        _, state = step(0, *(x.repeat(len(arms), *[1] * (x.dim() - 1)) for x in inputs), state)
+        seen.append(state.clone())
+    return seen
+
+
+def test_writing_at_every_update_is_per_step_requantisation_exactly() -> None:
+    damp = Arm("damp", FORMATS["int8-step"], (torch.arange(2).repeat(4, 1),))
+    arms = (plain_arm("fp32"), INT8, replace(INT8, every=1), damp, replace(damp, every=1))
+    for state in run(arms, 12):
+        assert torch.equal(state[1], state[2])
+        assert torch.equal(state[3], state[4])
+
+
+def test_a_deferred_write_stores_the_exact_update_of_what_the_last_write_stored() -> None:
+    """Replaying the inputs since the last write on its reconstruction gives every state between."""
+    updates, every = 13, 4
+    states = run((plain_arm("fp32"), replace(INT8, every=every)), updates)
+    written = torch.zeros(1, 4, 8, 40)
+    ring = []
+    for update, inputs in enumerate(recurrence(3, updates), start=1):
+        ring.append(inputs)
+        rebuilt = written
+        for q, k, v, g, beta in ring:
+            rebuilt = reference.recurrent_step(q, k, v, g, beta, rebuilt)[1]
+        if update % every == 0:
+            written, ring = INT8.reconstruct(rebuilt, 0), []
+            rebuilt = written
+        assert torch.equal(states[update - 1][1:], rebuilt)
+
+
+def test_feedback_and_fewer_writes_lower_the_accumulated_error() -> None:
+    arms = (
+        plain_arm("fp32"),
+        INT8,
+        replace(INT8, feedback="int4"),
+        replace(INT8, feedback="fp16"),
+        replace(INT8, every=8),
+    )
+    last = run(arms, 200)[-1]
+    step, int4, fp16, deferred = [(x - last[0]).norm().item() for x in last[1:]]
+    assert fp16 < step
+    assert int4 < step
+    assert deferred < step
+
+
+def test_int4_residuals_stay_within_half_a_step_of_their_groups_scale() -> None:
+    x = torch.randn(1, 2, 3, 40, generator=torch.Generator().manual_seed(0))
+    arm = replace(INT8, feedback="int4")
+    stored = arm.reconstruct(x, 0)
+    carried = arm.residual(x, stored)
+    assert (stored + carried - x).norm() < (stored - x).norm() / 6
+    assert (replace(INT8, feedback="fp16").residual(x, stored) + stored - x).abs().max() < 1e-5
+
+
+def test_a_ring_of_inputs_costs_more_with_a_decay_per_channel() -> None:
+    layer = LinearLayer(0, 0, 16, 32, 128, 128, 4, "")
+    arm = replace(INT8, every=16)
+    assert arm.ring_bits(layer, per_channel=False) == 15 * (16 * 64 + 16 * 128 + 64) / 128**2
+    assert arm.ring_bits(layer, per_channel=True) == 15 * (16 * 64 + 48 * 128 + 32) / 128**2
+    assert INT8.ring_bits(layer, per_channel=True) == 0
 
 
 def test_fp32_arm_has_no_error_and_coarser_formats_have_more(
@@ -109,6 +208,12 @@ def test_grouping_sequences_changes_nothing(
     )
     np.testing.assert_allclose(together.kl, apart.kl, atol=1e-6)
     np.testing.assert_allclose(together.state_error, apart.state_error, rtol=2e-2, atol=1e-7)
+    for layer, a, b in zip(
+        loaded.spec.layers, together.channel_error, apart.channel_error, strict=True
+    ):
+        assert a.shape == (4, layer.value_heads, layer.key_dim)
+        assert not a[0].any()
+        np.testing.assert_allclose(a.sum((1, 2)), b.sum((1, 2)), rtol=0.1)
     assert seen[-1] == ("validate", 16, 16)
     assert len(seen) == 16
 
