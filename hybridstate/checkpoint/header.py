@@ -29,6 +29,18 @@ LENGTH_BYTES: Final = 8
 
 _TOO_LARGE: Final = 1 << 63
 _FETCH_AGAIN: Final = "the download is incomplete; fetch this file again"
+_DAMAGED: Final = "the file is damaged; fetch it again"
+
+_OTHER_FILES: Final = {
+    b"version ": ("a Git LFS pointer", "fetch the file it stands for: git lfs pull"),
+    b"<": ("a web page", "the download went wrong; fetch this file again"),
+    b"PK\x03\x04": (
+        "a zip archive, as PyTorch writes them",
+        "convert the checkpoint to safetensors",
+    ),
+    b"GGUF": ("a GGUF file", "give the original checkpoint in safetensors"),
+}
+"""First bytes of what is found under the name of a shard -> what it is, what to do."""
 
 DTYPE_BITS: Final[dict[str, int]] = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64,
@@ -83,9 +95,17 @@ def header_length(file: Path, first: bytes, size: int) -> int:
         )
     length = int.from_bytes(first[:LENGTH_BYTES], "little")
     if length > MAX_HEADER_BYTES:
+        other = next(
+            (text for start, text in _OTHER_FILES.items() if first.startswith(start)), None
+        )
+        if other is not None:
+            raise SourceError(
+                f"{file} is {other[0]}, not a safetensors file", hint=other[1], file=str(file)
+            )
         raise SourceError(
             f"{file}: header of {length} bytes, at most {MAX_HEADER_BYTES} are accepted; "
             "this is not a safetensors file or it is corrupt",
+            hint=_FETCH_AGAIN,
             file=str(file),
             found=length,
             expected=MAX_HEADER_BYTES,
@@ -110,9 +130,12 @@ def parse_header(file: Path, raw: bytes, size: int) -> Header:
             the file, bytes that belong to no tensor.
     """
     table = _parse(file, raw)
-    metadata = table.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise SourceError(f"{file}: __metadata__ is not a table of text", file=str(file))
+    metadata = table.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
+    if not isinstance(metadata, dict) or not all(map(_is_text, (*metadata, *metadata.values()))):
+        raise SourceError(
+            f"{file}: __metadata__ is not a table of text", hint=_DAMAGED, file=str(file)
+        )
     data_start = LENGTH_BYTES + len(raw)
     entries = {name: _entry(file, name, item, data_start) for name, item in table.items()}
     _check_ranges(file, entries, data_start, size)
@@ -144,6 +167,15 @@ def read_header(path: Path) -> Header:
     return parse_header(path, raw, size)
 
 
+def why_no_json(error: Exception) -> str:
+    """What is wrong, without advice that is meant for programmers."""
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start} is not UTF-8 text"
+    return str(error).partition("; use sys.")[0]
+
+
 def strict_pairs(file: Path) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
     """A hook for `json.loads` that refuses a key that appears twice in one object."""
 
@@ -152,7 +184,9 @@ def strict_pairs(file: Path) -> Callable[[list[tuple[str, Any]]], dict[str, Any]
         if len(table) < len(pairs):
             counts = Counter(name for name, _ in pairs)
             twice = next(name for name, count in counts.items() if count > 1)
-            raise SourceError(f"{file}: {twice!r:.200} appears twice in it", file=str(file))
+            raise SourceError(
+                f"{file}: {twice!r:.200} appears twice in it", hint=_DAMAGED, file=str(file)
+            )
         return table
 
     return unique
@@ -170,16 +204,18 @@ def _parse(file: Path, raw: bytes) -> dict[str, Any]:
         raise SourceError(
             f"{file}: the header is not UTF-8 text (byte {error.start}); this is not a safetensors "
             "file or it is corrupt",
+            hint=_FETCH_AGAIN,
             file=str(file),
         ) from error
     except (ValueError, RecursionError) as error:
         raise SourceError(
-            f"{file}: the header is not JSON ({error}); this is not a safetensors file or it is "
-            "corrupt",
+            f"{file}: the header is not JSON ({why_no_json(error)}); this is not a safetensors file "
+            "or it is corrupt",
+            hint=_FETCH_AGAIN,
             file=str(file),
         ) from error
     if not isinstance(table, dict):
-        raise SourceError(f"{file}: the header is not a JSON object", file=str(file))
+        raise SourceError(f"{file}: the header is not a JSON object", hint=_DAMAGED, file=str(file))
     return table
 
 
@@ -203,6 +239,7 @@ def _entry(file: Path, name: str, item: Any, data_start: int) -> TensorEntry:
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise SourceError(
             f"{file}: {name:.200} has the unknown dtype {dtype!r:.60}",
+            hint="the file is damaged, or written by a newer safetensors than this version knows",
             file=str(file),
             tensor=name,
             found=str(dtype)[:60],
@@ -213,20 +250,32 @@ def _entry(file: Path, name: str, item: Any, data_start: int) -> TensorEntry:
     if end - start != bits // 8:
         raise SourceError(
             f"{file}: {name:.200} spans {end - start} bytes, {dtype} {shape} needs {bits // 8}",
+            hint=_DAMAGED,
             file=str(file),
             tensor=name,
             found=end - start,
             expected=min(bits // 8, _TOO_LARGE),
         )
-    try:
-        name.encode()
-    except UnicodeEncodeError as error:
-        raise _bad_entry(file, ascii(name), "has a name that is no Unicode text") from error
+    if not _is_text(name):
+        raise _bad_entry(file, ascii(name), "has a name that is no Unicode text")
     return TensorEntry(file, dtype, tuple(shape), data_start + start, data_start + end)
 
 
+def _is_text(value: Any) -> bool:
+    """Whether a value is a string that can be written; JSON can escape half a character."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _bad_entry(file: Path, name: str, what: str) -> SourceError:
-    return SourceError(f"{file}: header entry of {name:.200} {what}", file=str(file), tensor=name)
+    return SourceError(
+        f"{file}: header entry of {name:.200} {what}", hint=_DAMAGED, file=str(file), tensor=name
+    )
 
 
 def _check_ranges(
@@ -238,12 +287,16 @@ def _check_ranges(
     for name, entry in ordered:
         if entry.start < previous_end:
             raise SourceError(
-                f"{file}: {name:.200} overlaps {previous_name:.200}", file=str(file), tensor=name
+                f"{file}: {name:.200} overlaps {previous_name:.200}",
+                hint=_DAMAGED,
+                file=str(file),
+                tensor=name,
             )
         if entry.start > previous_end:
             raise SourceError(
                 f"{file}: {entry.start - previous_end} bytes between {previous_name:.200} and "
                 f"{name:.200} belong to no tensor",
+                hint=_DAMAGED,
                 file=str(file),
                 tensor=name,
             )

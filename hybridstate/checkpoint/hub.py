@@ -7,7 +7,7 @@ and the asked-for tensors is ever requested. Reading the rest of a model is `hf 
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,7 @@ from hybridstate.checkpoint.header import (
     parse_header,
 )
 from hybridstate.checkpoint.parts import Parts, Read
-from hybridstate.checkpoint.transport import Transport, coalesce
+from hybridstate.checkpoint.transport import Transport
 from hybridstate.errors import SourceError
 
 GAP_BYTES: Final = 64 << 10
@@ -140,7 +140,7 @@ class HubReader:
         if listing is None:
             if self.transport is None:
                 raise self._offline("the file list")
-            listing = self.transport.listing(revision, limit=MAX_LISTING_BYTES)
+            listing = self.transport.listing(limit=MAX_LISTING_BYTES)
         self.commit, files = _listing(self.name, listing, pinned)
         if self.transport is not None:
             self.transport.commit = self.commit
@@ -291,6 +291,20 @@ def _ranges(wanted: Mapping[str, TensorEntry]) -> list[_Span]:
     return spans
 
 
+def coalesce(spans: list[tuple[int, int]], gap: int) -> Iterator[tuple[int, int]]:
+    """Spans [start, end) merged where fewer than `gap` bytes lie between them, ascending."""
+    merged: tuple[int, int] | None = None
+    for start, end in sorted(spans):
+        if merged is not None and start - merged[1] < gap:
+            merged = merged[0], max(merged[1], end)
+            continue
+        if merged is not None:
+            yield merged
+        merged = start, end
+    if merged is not None:
+        yield merged
+
+
 def _part(entry: TensorEntry) -> str:
     return f"{entry.file.name}.{entry.start}-{entry.end}"
 
@@ -344,7 +358,9 @@ def read_hub(
     """
     cache = Cache(default_root() if cache_dir is None else cache_dir, name.repo)
     still = offline or offline_by_environment()
-    reader = HubReader(name, cache, None if still else Transport(name.repo), progress)
+    reader = HubReader(
+        name, cache, None if still else Transport(name.repo, name.revision), progress
+    )
     present, notes = reader.pin()
     place = Path(reader.place)
     _check_file(tables.CONFIG, present, reader.place)

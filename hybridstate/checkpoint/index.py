@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
-from hybridstate.checkpoint.header import Header, TensorEntry, strict_pairs
+from hybridstate.checkpoint.header import Header, TensorEntry, strict_pairs, why_no_json
 from hybridstate.errors import SourceError
 from hybridstate.families.table import FAMILIES, IGNORED_COMPONENTS
 from hybridstate.provenance import sha256_bytes
@@ -59,7 +59,11 @@ def parse_object(file: Path, data: bytes, *, unique: bool = False) -> dict[str, 
             data.decode("utf-8-sig"), object_pairs_hook=strict_pairs(file) if unique else None
         )
     except (ValueError, RecursionError) as error:
-        raise SourceError(f"{file} is not JSON: {error}", file=str(file)) from error
+        raise SourceError(
+            f"{file} is not JSON: {why_no_json(error)}",
+            hint="the file is damaged; fetch it again",
+            file=str(file),
+        ) from error
     if not isinstance(value, dict):
         raise SourceError(f"{file} is not a JSON object", file=str(file))
     return value

@@ -9,12 +9,20 @@ import importlib
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 from urllib.parse import quote, urlsplit
 
 from hybridstate import __version__
+from hybridstate.checkpoint.answers import (
+    checked_range,
+    endpoint,
+    gave_up,
+    refusal,
+    too_long,
+    unexpected,
+)
 from hybridstate.errors import SourceError
 
 ATTEMPTS: Final = 5
@@ -29,8 +37,6 @@ _SIGNATURE_RAN_OUT: Final = ("forbidden", "missing", "status")
 """What a storage host answers to an address that is no longer valid; the Hub gives a new one."""
 
 _RETRIED: Final = frozenset({408, 429, 500, 502, 503, 504})
-_CONTENT_RANGE: Final = re.compile(r"^bytes (\d{1,19})-(\d{1,19})/(\d{1,19})$")
-_OF_TOTAL: Final = re.compile(r"^bytes \*/(\d{1,19})$")
 
 T = TypeVar("T")
 
@@ -49,6 +55,7 @@ class Transport:
 
     Attributes:
         repo: `org/name`.
+        revision: what was asked for, for messages.
         commit: sha that every answer of the repository must belong to, once it is known.
         requests: requests made so far, redirects and repetitions included.
         received: bytes of bodies received so far.
@@ -56,6 +63,7 @@ class Transport:
     """
 
     repo: str
+    revision: str | None = None
     commit: str | None = None
     requests: int = 0
     received: int = 0
@@ -64,13 +72,13 @@ class Transport:
     _direct: dict[str, str] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def listing(self, revision: str | None, *, limit: int) -> bytes:
-        """Commit and file names of a revision, as JSON of the Hub.
+    def listing(self, *, limit: int) -> bytes:
+        """Commit and file names of the revision, as JSON of the Hub.
 
         Raises:
             SourceError: see `refusal`; `reason` in its context tells the cases apart.
         """
-        at = "" if revision is None else f"/revision/{quote(revision, safe='')}"
+        at = "" if self.revision is None else f"/revision/{quote(self.revision, safe='')}"
         url = f"{endpoint()}/api/models/{self.repo}{at}?expand=sha&expand=siblings"
         return self._full(url, limit, f"the file list of {self.repo}")
 
@@ -95,7 +103,7 @@ class Transport:
         wanted = f"bytes={start}-{end - 1}"
 
         def take(response: Any) -> tuple[bytes, int]:
-            size = _checked_range(response, file, start, end)
+            size = checked_range(response, file, start, end)
             if total is not None and size != total:
                 raise SourceError(
                     f"{self.repo}: {file} has {size} bytes now and had {total} before",
@@ -124,11 +132,11 @@ class Transport:
     def _full(self, url: str, limit: int, what: str) -> bytes:
         def take(response: Any) -> bytes:
             if response.status_code != 200:
-                raise _unexpected(response, what)
+                raise unexpected(response, what)
             length = response.headers.get("Content-Length", "")
             expected = int(length) if length.isdigit() and len(length) < 19 else None
             if expected is not None and expected > limit:
-                raise _too_long(what, expected, limit)
+                raise too_long(what, expected, limit)
             return self._body(response, expected, limit, what)
 
         return self._send(url, {}, take, what)
@@ -141,7 +149,7 @@ class Transport:
             length += len(piece)
             self._count(received=len(piece))
             if length > limit:
-                raise _too_long(what, length, limit)
+                raise too_long(what, length, limit)
             seconds = self.clock() - started
             if seconds > _seconds() + length / SLOWEST_BYTES_PER_SECOND:
                 raise _Again(f"only {length} bytes in {seconds:.0f} s")
@@ -168,11 +176,11 @@ class Transport:
             except _Again as failure:
                 if attempt == ATTEMPTS - 1:
                     reason = f"{failure.reason}, {ATTEMPTS} times"
-                    raise _gave_up(self.repo, url, what, reason) from failure
+                    raise gave_up(self.repo, url, what, reason) from failure
                 wait = FIRST_WAIT_SECONDS * 2**attempt if failure.wait is None else failure.wait
                 if wait > LONGEST_WAIT_SECONDS:
                     reason = f"{failure.reason} and asks to wait {wait:.0f} s"
-                    raise _gave_up(self.repo, url, what, reason) from failure
+                    raise gave_up(self.repo, url, what, reason) from failure
                 self.sleep(wait)
         raise AssertionError("unreachable")
 
@@ -203,7 +211,7 @@ class Transport:
                 if status in _RETRIED:
                     raise _Again(f"status {status}", _retry_after(response))
                 if status >= 400:
-                    raise refusal(self.repo, response, what, logged_in="authorization" in sent)
+                    raise self._refusal(response, what, logged_in="authorization" in sent)
                 self._check_commit(response)
                 if source is not None and response.history:
                     self._direct[source] = str(response.url)
@@ -217,15 +225,18 @@ class Transport:
         except library.TransportError as error:
             name = type(error).__name__
             if name in ("UnsupportedProtocol", "ProxyError"):
-                raise _gave_up(self.repo, url, what, name) from error
+                raise gave_up(self.repo, url, what, name) from error
             raise _Again(f"{name}{f': {error}' if name == 'ConnectError' else ''}") from error
         except (library.TooManyRedirects, library.InvalidURL, library.DecodingError) as error:
-            raise _gave_up(self.repo, url, what, type(error).__name__) from error
+            raise gave_up(self.repo, url, what, type(error).__name__) from error
 
     def _count(self, requests: int = 0, received: int = 0) -> None:
         with self._lock:
             self.requests += requests
             self.received += received
+
+    def _refusal(self, response: Any, what: str, *, logged_in: bool) -> SourceError:
+        return refusal(self.repo, self.revision, response, what, logged_in=logged_in)
 
     def _check_commit(self, response: Any) -> None:
         if self.commit is None:
@@ -239,164 +250,6 @@ class Transport:
                     hint="a cache between here and the Hub mixes versions; try again later",
                     reason="changed",
                 )
-
-
-def endpoint() -> str:
-    """Address of the Hub, from `HF_ENDPOINT`."""
-    from huggingface_hub import constants
-
-    return str(constants.ENDPOINT).rstrip("/")
-
-
-def refusal(repo: str, response: Any, what: str, *, logged_in: bool) -> SourceError:
-    """What a status of 400 or more means, with the next command."""
-    status, code = response.status_code, response.headers.get("X-Error-Code", "")
-    said = response.headers.get("X-Error-Message", "")
-    page = f"{endpoint()}/{repo}"
-    if code == "GatedRepo":
-        login = f"accept them at {page}, then run: hf auth login"
-        ask = f"the account in use has no access yet; ask for it at {page}"
-        return SourceError(
-            f"{repo} is gated: its owner gives access to accounts that accept the terms",
-            hint=ask if logged_in else login,
-            reason="gated",
-            model=repo,
-        )
-    if code == "RevisionNotFound":
-        return SourceError(
-            f"{repo} exists, but not the revision that was asked for",
-            hint=f"see {page}/commits/main, or leave @revision out for the default branch",
-            reason="missing-revision",
-            model=repo,
-        )
-    if code == "EntryNotFound":
-        return SourceError(
-            f"{repo} has no {what}",
-            hint=f"see {page}/tree/main for what it has",
-            reason="missing-file",
-            model=repo,
-            file=what,
-        )
-    if status == 401 and "credentials" in said.lower():
-        return SourceError(
-            f"the Hub does not accept the login in use ({repo})",
-            hint="run: hf auth login, or correct HF_TOKEN",
-            reason="login",
-            model=repo,
-        )
-    if "disabled" in said.lower():
-        return SourceError(f"{repo} has been disabled by the Hub", reason="disabled", model=repo)
-    if code == "RepoNotFound" or status in (401, 404):
-        seen = (
-            "the account in use does not see it"
-            if logged_in
-            else "if it is private, run: hf auth login"
-        )
-        return SourceError(
-            f"no model repository {repo} at {endpoint()}, or it is private",
-            hint=f"check the spelling; {seen}",
-            reason="missing",
-            model=repo,
-        )
-    if status == 416:
-        size = _OF_TOTAL.match(response.headers.get("Content-Range", ""))
-        has = f"; it has {size[1]} bytes" if size else ""
-        return SourceError(
-            f"{repo}: {what} ends before the bytes that were asked for{has}",
-            hint="the file in the repository is incomplete; try another revision",
-            reason="short",
-            file=what,
-        )
-    if status == 403:
-        return SourceError(
-            f"the Hub refuses {what} of {repo} to the login in use (status 403)",
-            hint="a fine-grained token needs read access to this repository; run: hf auth login",
-            reason="forbidden",
-            model=repo,
-        )
-    return _unexpected(response, f"{what} of {repo}")
-
-
-def _unexpected(response: Any, what: str) -> SourceError:
-    host = urlsplit(str(response.url)).netloc
-    return SourceError(
-        f"{host} answered with status {response.status_code} when asked for {what}",
-        hint="try again later",
-        reason="status",
-        found=response.status_code,
-    )
-
-
-def _too_long(what: str, found: int, limit: int) -> SourceError:
-    return SourceError(
-        f"{what} has {found} bytes or more, at most {limit} are accepted",
-        reason="too-long",
-        found=found,
-        expected=limit,
-    )
-
-
-def _checked_range(response: Any, file: str, start: int, end: int) -> int:
-    """Size of the whole file, once the answer is known to be the range that was asked for."""
-    host = urlsplit(str(response.url)).netloc
-    status, headers = response.status_code, response.headers
-    download = "download the model and give its folder: hf download ... --local-dir DIR"
-    if status != 206:
-        length = headers.get("Content-Length", "an unknown number of")
-        raise SourceError(
-            f"{host} ignores byte ranges: asked for {end - start} bytes of {file}, it answered with "
-            f"status {status} and {length} bytes, which were not read",
-            hint=f"a proxy may be in between; else {download}",
-            reason="no-ranges",
-            file=file,
-        )
-    found = _CONTENT_RANGE.match(headers.get("Content-Range", ""))
-    if found is not None and int(found[3]) < end:
-        raise SourceError(
-            f"{file} ends after {found[3]} bytes, {end} are needed",
-            hint="the file in the repository is incomplete; try another revision",
-            reason="short",
-            file=file,
-            found=int(found[3]),
-            expected=end,
-        )
-    if found is None or (int(found[1]), int(found[2]) + 1) != (start, end):
-        raise SourceError(
-            f"{host} sent other bytes of {file} than the {start}-{end - 1} that were asked for: "
-            f"Content-Range {headers.get('Content-Range', 'is missing')!r:.80}",
-            hint=f"a proxy may be in between; else {download}",
-            reason="wrong-range",
-            file=file,
-        )
-    encoding = headers.get("Content-Encoding", "identity")
-    length = headers.get("Content-Length", str(end - start))
-    if encoding != "identity" or length != str(end - start):
-        raise SourceError(
-            f"{host} contradicts itself about bytes {start}-{end - 1} of {file}: Content-Length "
-            f"{length!r:.40}, encoding {encoding!r:.40}, size {found[3]}",
-            hint=f"a proxy may be in between; else {download}",
-            reason="wrong-range",
-            file=file,
-        )
-    return int(found[3])
-
-
-def _gave_up(repo: str, url: str, what: str, reason: str) -> SourceError:
-    host = urlsplit(url).netloc
-    busy = reason.startswith("status ")
-    message = (
-        f"{host} answers with {reason} when asked for {what} of {repo}"
-        if busy
-        else f"cannot get {what} of {repo} from {host}: {reason}"
-    )
-    return SourceError(
-        message,
-        hint="try again later; what was read before is cached and can be used with --offline"
-        if busy
-        else "check the network and HF_ENDPOINT; what was read before can be used with --offline",
-        reason="rate-limited" if reason.startswith("status 429") else "unreachable",
-        model=repo,
-    )
 
 
 def _retry_after(response: Any) -> float | None:
@@ -425,17 +278,3 @@ def _login(*, with_token: bool) -> dict[str, str]:
 def _origin(url: str) -> tuple[str, str]:
     parts = urlsplit(url)
     return parts.scheme, parts.netloc
-
-
-def coalesce(spans: list[tuple[int, int]], gap: int) -> Iterator[tuple[int, int]]:
-    """Spans [start, end) merged where fewer than `gap` bytes lie between them, ascending."""
-    merged: tuple[int, int] | None = None
-    for start, end in sorted(spans):
-        if merged is not None and start - merged[1] < gap:
-            merged = merged[0], max(merged[1], end)
-            continue
-        if merged is not None:
-            yield merged
-        merged = start, end
-    if merged is not None:
-        yield merged

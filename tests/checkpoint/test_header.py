@@ -6,9 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from hybridstate.checkpoint import TensorEntry
-from hybridstate.checkpoint.header import MAX_HEADER_BYTES, decode, read_bytes, read_header
+from hybridstate.checkpoint.header import (
+    DTYPE_BITS,
+    MAX_HEADER_BYTES,
+    decode,
+    read_bytes,
+    read_header,
+)
 from hybridstate.errors import SourceError
 
 
@@ -118,6 +125,38 @@ def test_every_float_dtype_decodes_exactly(tmp_path: Path) -> None:
         decoded = decode("a", entry, data)
         assert decoded.dtype == (np.float64 if dtype == "F64" else np.float32)
         np.testing.assert_array_equal(decoded, values)
+
+
+@pytest.mark.parametrize("dtype", ["F16", "BF16"])
+def test_every_16_bit_pattern_decodes_as_torch_does(tmp_path: Path, dtype: str) -> None:
+    """Zeros of both signs, subnormals, infinities and NaN included."""
+    patterns = np.arange(1 << 16, dtype="<u2")
+    entry = TensorEntry(tmp_path / "x", dtype, (256, 256), 0, 2 << 16)
+    decoded = decode("a", entry, patterns.tobytes())
+    kind = torch.float16 if dtype == "F16" else torch.bfloat16
+    expected = torch.from_numpy(patterns.view(np.int16).copy()).view(kind).float().numpy()
+    np.testing.assert_array_equal(decoded.reshape(-1), expected)
+    np.testing.assert_array_equal(np.signbit(decoded.reshape(-1)), np.signbit(expected))
+
+
+@pytest.mark.parametrize("dtype", ["F32", "F64"])
+def test_wide_floats_keep_every_bit(tmp_path: Path, dtype: str) -> None:
+    raw = np.random.default_rng(5).bytes(8192)
+    entry = TensorEntry(
+        tmp_path / "x", dtype, (8192 * 8 // (32 if dtype == "F32" else 64),), 0, 8192
+    )
+    assert decode("a", entry, raw).tobytes() == raw
+
+
+@pytest.mark.parametrize("dtype", sorted(set(DTYPE_BITS) - {"F64", "F32", "F16", "BF16"}))
+def test_other_dtypes_are_sized_but_never_decoded(tmp_path: Path, dtype: str) -> None:
+    """Weights in FP8, FP4 or integers may stand in the same file; decay parameters may not be."""
+    nbytes = 8 * DTYPE_BITS[dtype] // 8
+    item = {"dtype": dtype, "shape": [8], "data_offsets": [0, nbytes]}
+    path = write(tmp_path / "x.safetensors", {"a": item}, bytes(nbytes))
+    entry = read_header(path).entries["a"]
+    with pytest.raises(SourceError, match=f"a is stored as {dtype}"):
+        decode("a", entry, read_bytes("a", entry))
 
 
 def test_dtype_that_is_no_float_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ SHARD = "model-00002-of-00003.safetensors"
 SECRET = "hf_" + "q" * 34
 
 
-@pytest.mark.parametrize("kind", ["429", "500", "502", "503", "504", "408", "cut"])
+@pytest.mark.parametrize("kind", ["429", "503", "cut"])
 @pytest.mark.parametrize("at", ["/api/models", "config.json", "index.json", SHARD])
 def test_what_passes_is_retried(
     hub: StandIn, read: Reader, tiny_kda_shards: Path, kind: str, at: str
@@ -112,15 +112,6 @@ def test_a_shard_that_is_too_short(
     error = read.error()
     assert SHARD in error["message"]
     assert error["context"]["reason"] == "short"
-
-
-@pytest.mark.parametrize("kind", ["late", "drip"])
-def test_a_slow_server_is_given_up_in_time(hub: StandIn, read: Reader, kind: str) -> None:
-    hub.faults.append(Fault(kind, at=SHARD, seconds=1.2 if kind == "late" else 0.2))
-    started = time.monotonic()
-    error = read.error()
-    assert error["context"]["reason"] == "unreachable"
-    assert time.monotonic() - started < 15
 
 
 def test_a_slow_answer_is_retried(hub: StandIn, read: Reader) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from hybridstate.checkpoint import open_checkpoint
-from hybridstate.checkpoint.hub import GAP_BYTES, hub_name
-from hybridstate.checkpoint.transport import coalesce
+from hybridstate.checkpoint.hub import GAP_BYTES, coalesce, hub_name
 from tests.hub.conftest import Reader
 from tests.hub.standin import FIRST_COMMIT, SECOND_COMMIT, Fault, Repo, StandIn
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from hybridstate.checkpoint import open_checkpoint
-from hybridstate.checkpoint.hub import GAP_BYTES
-from hybridstate.checkpoint.transport import coalesce
+from hybridstate.checkpoint.hub import GAP_BYTES, coalesce
 from tests.hub.conftest import Reader
 from tests.hub.standin import FIRST_COMMIT, Repo, StandIn
 from tests.released import BY_NAME, RELEASES, write
