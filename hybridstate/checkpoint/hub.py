@@ -8,7 +8,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -236,6 +235,8 @@ class HubReader:
         """Results in the order of the items; the first failure stops the rest."""
         if len(items) < 2 or self.transport is None:
             return [work(item) for item in items]
+        from concurrent.futures import ThreadPoolExecutor
+
         results = []
         with ThreadPoolExecutor(min(CONNECTIONS, len(items))) as pool:
             futures = [pool.submit(work, item) for item in items]
