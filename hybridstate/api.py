@@ -340,10 +340,10 @@ def export_plan(
     )
     model = checkpoint.address or model  # a branch may move meanwhile
     measured = None if calibration is None else read_calibration(calibration)
-    if weights and measured is None:
+    if weights and measured is None and balance != "hybrid":
         raise UsageError(
             "without a calibration no weight moves, so there is no checkpoint to write",
-            hint="add --calibration DIR, or leave --weights out",
+            hint="add --calibration DIR or --balance hybrid, or leave --weights out",
         )
     theirs = None if policy is None else read_policy(policy)
     if theirs is not None:

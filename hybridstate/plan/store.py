@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from hybridstate.errors import PlanMismatch, SourceError
 from hybridstate.plan.check import check_arrays, check_meaning
+from hybridstate.plan.placement import packed_order
 from hybridstate.plan.schema import (
     ARRAYS_FILE,
     PLAN_FILE,
@@ -79,11 +80,28 @@ class Plan:
 
         In the exported checkpoint the rows already stand in stored order, so it is the identity.
         """
-        stored = self.array(index, "key_order")
+        stored = self.head_array(index, "key_order", order)
         if stored is None or order == "original" or not self.absorbs_keys:
             return stored
         identity = np.arange(stored.shape[1], dtype=stored.dtype)
         return np.broadcast_to(identity, stored.shape).copy()
+
+    def head_order(self, index: int, order: Order = "original") -> Array | None:
+        """Value head of the model at each place of the loaded checkpoint, `[H]`.
+
+        None where heads stand in the model's order: always in the original checkpoint, and in an
+        exported one unless its placement permutes heads.
+        """
+        if order == "original" or not self.absorbs_heads:
+            return None
+        layer = next(layer for layer in self.layers if layer.index == index)
+        owner = self.arrays["placement.head_owner"][layer.ordinal].tolist()
+        return np.array(packed_order(layer.key_heads, layer.value_heads, owner), np.int64)
+
+    def head_array(self, index: int, name: str, order: Order = "original") -> Array | None:
+        """`layers.{index}.{name}` with its heads in the loaded checkpoint's order."""
+        found, heads = self.array(index, name), self.head_order(index, order)
+        return found if found is None or heads is None else found[heads]
 
     @property
     def absorbs_keys(self) -> bool:
@@ -95,12 +113,23 @@ class Plan:
             and precision.key_order == "shared"
         )
 
+    @property
+    def absorbs_heads(self) -> bool:
+        """Whether the exported weights carry the head order of a `hybrid` placement."""
+        placement = self.document.placement
+        return (
+            self.document.model.exported is not None
+            and placement is not None
+            and placement.mode == "hybrid"
+        )
+
     def unit_array(self, index: int, name: str, order: Order = "original") -> Array | None:
         """`retained`, `horizon`, `replay_window` or `risk` in the loaded checkpoint's order."""
-        found = self.array(index, name)
+        found = self.head_array(index, name, order)
         if found is None or order == "original" or found.ndim == 1 or not self.absorbs_keys:
             return found
-        stored = self.arrays[f"layers.{index}.key_order"]
+        stored = self.head_array(index, "key_order", order)
+        assert stored is not None
         return np.take_along_axis(found, stored.astype(np.int64), axis=1)
 
 

@@ -132,7 +132,7 @@ def _stored_order(
         if order == "exported":
             raise PlanMismatch("this engine does not run exported value orders")
         value = torch.from_numpy(values.astype(np.int64)).to(device)
-    scales = plan.array(layer.index, "value_scale")
+    scales = plan.head_array(layer.index, "value_scale", order)
     if scales is not None:
         scale = torch.from_numpy(scales.astype(np.float32)).to(device)
         scale = scale if value is None else scale.gather(-1, value)

@@ -11,7 +11,7 @@ projection and `dt_bias`) changes no output: the L2 norm and the dot products do
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from hybridstate.checkpoint.header import DTYPE_BITS
 from hybridstate.errors import PlanMismatch, UnsupportedModel
 from hybridstate.families import AxisRule, LinearLayer, ModelSpec
+from hybridstate.plan.placement import packed_order
 from hybridstate.plan.store import Plan
 
 Index = NDArray[np.int64]
@@ -295,7 +296,8 @@ def permute(raw: bytes, dtype: str, move: Move) -> bytes:
 
 
 def layer_orders(plan: Plan, spec: ModelSpec) -> tuple[LayerOrder, ...]:
-    """What the weights of each linear layer absorb of a plan: its key order, if one is shared.
+    """What the weights of each linear layer absorb of a plan: its key order, if one is shared, and
+    the heads of a `hybrid` placement, the ranks' bundles one after the other.
 
     Raises:
         PlanMismatch: the plan describes other layers.
@@ -306,7 +308,7 @@ def layer_orders(plan: Plan, spec: ModelSpec) -> tuple[LayerOrder, ...]:
     for layer in spec.layers:
         keys = plan.array(layer.index, "key_order")
         if precision is None or keys is None:
-            orders.append(LayerOrder.identity(layer))
+            orders.append(_placed(plan, layer, LayerOrder.identity(layer)))
             continue
         if keys.shape != (layer.value_heads, layer.key_dim):
             raise PlanMismatch(
@@ -314,5 +316,16 @@ def layer_orders(plan: Plan, spec: ModelSpec) -> tuple[LayerOrder, ...]:
                 f"has {[layer.value_heads, layer.key_dim]}",
                 layer=layer.index,
             )
-        orders.append(LayerOrder.of_value_heads(layer, keys))
+        orders.append(_placed(plan, layer, LayerOrder.of_value_heads(layer, keys)))
     return tuple(orders)
+
+
+def _placed(plan: Plan, layer: LinearLayer, order: LayerOrder) -> LayerOrder:
+    """The order with the heads of a `hybrid` placement."""
+    placement = plan.document.placement
+    if placement is None or placement.mode != "hybrid":
+        return order
+    owner = plan.arrays["placement.head_owner"][layer.ordinal].tolist()
+    bundles = packed_order(layer.key_heads, layer.key_heads, owner)
+    heads = packed_order(layer.key_heads, layer.value_heads, owner)
+    return replace(order, bundles=np.array(bundles), heads=np.array(heads))

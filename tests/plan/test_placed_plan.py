@@ -1,5 +1,6 @@
 """The `placement` block and arrays of a plan: written by `export-plan --tp`, checked on reading."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from hybridstate.checkpoint import open_checkpoint
 from hybridstate.errors import PlanMismatch, SourceError, UsageError
 from hybridstate.plan.build import build_plan
 from hybridstate.plan.check import check_meaning
+from hybridstate.plan.compare import verify_against
 from hybridstate.plan.placement import BALANCES, Balance, packed_order
 from hybridstate.plan.schema import to_content
 from hybridstate.plan.store import Plan, read_plan, seal
+from tests.plan.calibrated import write_calibration
 
 
 def placed(model: Path, mode: Balance, tp: int = 2) -> Plan:
@@ -146,3 +149,59 @@ def test_impossible_placement_is_refused_and_nothing_is_written(
     with pytest.raises(error, match=mentions):
         api.export_plan(tiny_kda, out=tmp_path / "plan", **options)
     assert not (tmp_path / "plan").exists()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "olmo_hybrid", "kimi_linear"])
+def test_exported_weights_carry_the_head_order_of_hybrid(
+    tmp_path: Path, tiny_checkpoint: Callable[..., Path], family: str
+) -> None:
+    """Contiguous sharding of the exported checkpoint is the placement of the plan."""
+    model, out = tiny_checkpoint(family), tmp_path / "out"
+    tp = open_checkpoint(model).spec.layers[0].key_heads // 2 or 1
+    plan = api.export_plan(model, out=out, w_max=64, tp=tp, balance="hybrid", weights=True).plan
+    block = plan.document.placement
+    assert block is not None
+    assert plan.absorbs_heads
+    assert verify_against(plan, open_checkpoint(out)) in ("original", "exported")
+    found = api.analyze(out, w_max=(64,), tp=tp, balance="off")
+    assert found.capacity.placements[0].compute_units == block.rank_units
+    for layer, horizon, mask in zip(
+        plan.layers, found.horizons, found.cutoffs[0].selection.retained, strict=True
+    ):
+        moved = plan.unit_array(layer.index, "retained", "exported")
+        stored = plan.unit_array(layer.index, "horizon", "exported")
+        assert moved is not None
+        assert stored is not None
+        assert (moved == mask).all()
+        assert (stored == horizon.astype(np.float32)).all()
+
+
+def test_head_and_key_order_are_absorbed_together(tmp_path: Path, tiny_kda: Path) -> None:
+    calibration = write_calibration(tmp_path / "cal", tiny_kda)
+    plan = api.export_plan(
+        tiny_kda,
+        out=tmp_path / "out",
+        w_max=64,
+        calibration=calibration,
+        tp=2,
+        balance="hybrid",
+        check=True,
+    ).plan
+    found = api.analyze(tmp_path / "out", w_max=(64,))
+    moved = 0
+    for layer, mask in zip(plan.layers, found.cutoffs[0].selection.retained, strict=True):
+        units = plan.unit_array(layer.index, "retained", "exported")
+        heads = plan.head_order(layer.index, "exported")
+        assert units is not None
+        assert heads is not None
+        assert (units == mask).all()
+        assert plan.head_order(layer.index) is None
+        moved += int((heads != np.arange(len(heads))).sum())
+    assert moved
+
+
+def test_weights_without_anything_to_move_are_refused(tmp_path: Path, tiny_kda: Path) -> None:
+    with pytest.raises(UsageError, match="no weight moves"):
+        api.export_plan(
+            tiny_kda, out=tmp_path / "p", w_max=64, tp=2, balance="storage", weights=True
+        )
