@@ -294,6 +294,7 @@ def swap(
 
 def _model_class(transformers: Any, checkpoint: Checkpoint) -> Any:
     """The class named in the config, or the causal-LM class of its model type."""
+    checkpoint.spec.check_plannable()
     config = checkpoint.config
     if checkpoint.spec.family.runtime is None:
         raise _no_class(transformers, checkpoint)
