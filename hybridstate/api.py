@@ -195,6 +195,7 @@ def calibrate(
     *,
     profile: str = "quick",
     k_hi: int | None = None,
+    formats: str | None = None,
     prompts: str | Path | None = None,
     seed: int = 0,
     temperature: float | None = None,
@@ -212,6 +213,7 @@ def calibrate(
         out: output folder, read by `export_plan`; appears whole or not at all.
         profile: `quick`, or `paper` for the published protocol.
         k_hi: FP16 key channels per head; 12.5 % of them by default.
+        formats: what to compare, comma-separated names and groups of `quant.catalogue`.
         prompts: JSONL file of `{"text": ..., "domain": ...}` instead of the texts shipped here.
         seed: of the prompt draw, the sampling and the random channels.
         temperature: of the reference trajectories; by default 1.0 for embedded models, else greedy.
@@ -229,6 +231,7 @@ def calibrate(
     from hybridstate.provenance import check_output_folder
     from hybridstate.quality.calibration import assemble
     from hybridstate.quant.calibration import fingerprint, record_batches, score, trajectory_store
+    from hybridstate.quant.catalogue import parse_list
     from hybridstate.quant.risk import check_k_hi
     from hybridstate.quant.simulate import simulate
     from hybridstate.trajectories.model import load_model, torch_dtype
@@ -242,11 +245,14 @@ def calibrate(
     texts = shipped_texts() if prompts is None else read_texts(Path(prompts))
     loaded = load_model(model, device=device, dtype=torch_dtype(dtype), lower_bound=lower_bound)
     channels = check_k_hi(k_hi, loaded.spec)
+    names = parse_list(formats, loaded.spec)
     drawn = make_prompts(loaded.encode, texts, settings, seed=seed)
     run = fingerprint(loaded, drawn, settings, seed)
     with trajectory_store(target, run, len(loaded.spec.layers)) as store:
         generated = record_batches(loaded, drawn, settings, store, seed=seed, progress=progress)
-        scores = score(loaded, drawn, settings, store, k_hi=channels, seed=seed, progress=progress)
+        scores = score(
+            loaded, drawn, settings, store, k_hi=channels, seed=seed, names=names, progress=progress
+        )
         held_out = [row for row, prompt in enumerate(drawn) if prompt.split == "validate"]
         simulation = simulate(
             loaded,
@@ -257,16 +263,9 @@ def calibrate(
             batch=settings.batch,
             progress=progress,
         )
+        source = "shipped" if prompts is None else Path(prompts).name
         calibration = assemble(
-            loaded,
-            drawn,
-            settings,
-            scores,
-            generated,
-            simulation,
-            k_hi=channels,
-            seed=seed,
-            source="shipped" if prompts is None else Path(prompts).name,
+            loaded, drawn, settings, scores, generated, simulation, channels, seed=seed, source=source
         )
         if target is not None:
             calibration.write(target, force=force)
@@ -283,6 +282,7 @@ def export_plan(
     weights: bool | None = None,
     tp: int | None = None,
     balance: "Balance" = "off",
+    kernels: str | Path | None = None,
     gate_input: float | None = None,
     epsilon: float = EPSILON,
     lower_bound: float | None = None,
@@ -303,6 +303,7 @@ def export_plan(
         calibration: folder of `calibrate`; without it the plan has no packed state.
         weights: write the permuted checkpoint; by default exactly when its order can be absorbed.
         tp, balance: ranks to place the selection on, and how; None leaves placement to the engine.
+        kernels: folder for one self-contained module of the decode step, specialised to the plan.
         gate_input, epsilon, lower_bound: see `analyze`.
         check: before the folder appears, read the plan back and compare both models.
         dry_run: do everything but write.
@@ -317,15 +318,14 @@ def export_plan(
     from hybridstate.checkpoint import open_checkpoint
     from hybridstate.plan.build import build_plan
     from hybridstate.plan.calibration import read_calibration
-    from hybridstate.plan.compare import verify_against
     from hybridstate.plan.placement import place
     from hybridstate.plan.policy import read_policy
     from hybridstate.plan.policy_model import policy_selection
-    from hybridstate.plan.store import OUTPUT_MARKS, read_plan, write_files
-    from hybridstate.provenance import check_apart, check_output_folder, fresh_folder
-    from hybridstate.weights.export import ExportedPlan
+    from hybridstate.plan.store import OUTPUT_MARKS
+    from hybridstate.provenance import check_apart, check_output_folder
+    from hybridstate.weights.export import ExportedPlan, check_kernels, write_export
     from hybridstate.weights.permute import layer_orders
-    from hybridstate.weights.rewrite import check_disk, lay_out, write_checkpoint
+    from hybridstate.weights.rewrite import check_disk, lay_out
 
     target = Path(out)
     check_output_folder(target, force=force, replaces=OUTPUT_MARKS)
@@ -390,19 +390,22 @@ def export_plan(
     if weights or (weights is None and measured is not None and measured.key_order == "shared"):
         layout = lay_out(checkpoint, layer_orders(plan, checkpoint.spec))
         check_disk(layout, target)
+    if kernels is not None:
+        check_kernels(plan, Path(kernels), target, force=force)
     if dry_run:
         return ExportedPlan(target, plan, layout, written=False)
-    verification = None
-    with fresh_folder(target, force=force, replaces=OUTPUT_MARKS) as folder:
-        if layout is None:
-            write_files(plan, folder)
-        else:
-            plan = write_checkpoint(checkpoint, plan, layout, folder, progress=progress)
-        if check:
-            verify_against(read_plan(folder), checkpoint)
-            if layout is not None:
-                verification = verify(model, folder, progress=progress).to_json()
-    return ExportedPlan(target, plan, layout, written=True, verification=verification)
+    return write_export(
+        checkpoint,
+        plan,
+        layout,
+        target,
+        kernels=None if kernels is None else Path(kernels),
+        check=(lambda folder: verify(model, folder, progress=progress).to_json())
+        if check
+        else None,
+        force=force,
+        progress=progress,
+    )
 
 
 def verify(

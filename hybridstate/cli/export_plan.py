@@ -89,6 +89,15 @@ def export_plan(
         ),
     ] = None,
     balance: Balance = "off",
+    kernels: Annotated[
+        Path | None,
+        typer.Option(
+            "--kernels",
+            metavar="DIR",
+            help="Also write the decode step for this plan there: one module, torch and triton only.",
+            show_default=False,
+        ),
+    ] = None,
     gate_input: GateInput = "auto",
     epsilon: Epsilon = EPSILON,
     lower_bound: LowerBound = None,
@@ -120,6 +129,7 @@ def export_plan(
             weights=weights,
             tp=tp,
             balance=parse_balance(balance),
+            kernels=kernels,
             gate_input=parse_gate_input(gate_input),
             epsilon=epsilon,
             lower_bound=lower_bound,
@@ -160,4 +170,6 @@ def _show(out: Output, exported: "ExportedPlan") -> None:
             f"checked: logits within {exported.verification['logit_error']:.1e}, states within "
             f"{exported.verification['state_error']:.1e}, identical tokens"
         )
+    if exported.kernels is not None:
+        out.text(f"wrote {exported.kernels}: check it with python {exported.kernels} --check")
     out.text(f"{'wrote' if exported.written else 'would write'} {exported.path}")

@@ -1,11 +1,22 @@
-"""What `export-plan` wrote, or would write."""
+"""The last stage of `export-plan`: bundle or checkpoint, kernels, and what was written of them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridstate.plan.store import Plan
-from hybridstate.weights.rewrite import Layout
+import numpy as np
+
+from hybridstate.checkpoint import Checkpoint
+from hybridstate.errors import PlanMismatch, UsageError
+from hybridstate.kernels.emit import MODULE_FILE, StepSpec, emit
+from hybridstate.kernels.layout import PackedLayout
+from hybridstate.plan.compare import verify_against
+from hybridstate.plan.store import OUTPUT_MARKS, Plan, read_plan, write_files
+from hybridstate.provenance import fresh_folder, write_file
+from hybridstate.weights.rewrite import Layout, write_checkpoint
+
+Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -18,6 +29,7 @@ class ExportedPlan:
         layout: what was done to the checkpoint, None for a bundle alone.
         written: False for a dry run.
         verification: JSON form of the numeric check, None if it did not run.
+        kernels: the emitted module, None if none was asked for.
     """
 
     path: Path
@@ -25,6 +37,7 @@ class ExportedPlan:
     layout: Layout | None
     written: bool
     verification: dict[str, Any] | None = None
+    kernels: Path | None = None
 
     @property
     def digest(self) -> str | None:
@@ -44,6 +57,7 @@ class ExportedPlan:
             "array_bytes": sum(array.nbytes for array in self.plan.arrays.values()),
             "checkpoint": None,
             "verification": self.verification,
+            "kernels": None if self.kernels is None else str(self.kernels),
         }
         if self.layout is not None:
             result["checkpoint"] = {
@@ -55,3 +69,91 @@ class ExportedPlan:
                 "bytes": self.layout.nbytes,
             }
         return result
+
+
+def write_export(
+    checkpoint: Checkpoint,
+    plan: Plan,
+    layout: Layout | None,
+    target: Path,
+    *,
+    kernels: Path | None = None,
+    check: Callable[[Path], dict[str, Any]] | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> ExportedPlan:
+    """Write everything, whole or not at all.
+
+    Args:
+        layout: what to do with the weights; None writes the bundle alone.
+        target: the output folder.
+        kernels: folder of the emitted module.
+        check: compares the written checkpoint with its original, gives its findings as JSON.
+        force: replace an earlier export.
+        progress: called with (stage, done, total).
+
+    Raises:
+        UsageError, PlanMismatch: see `kernel_file` and `step_spec`.
+    """
+    verification = None
+    with fresh_folder(target, force=force, replaces=OUTPUT_MARKS) as folder:
+        if layout is None:
+            write_files(plan, folder)
+        else:
+            plan = write_checkpoint(checkpoint, plan, layout, folder, progress=progress)
+        if check is not None:
+            verify_against(read_plan(folder), checkpoint)
+            if layout is not None:
+                verification = check(folder)
+    file = None
+    if kernels is not None:  # after the folder has appeared: it may lie inside
+        file = kernels / MODULE_FILE
+        write_file(file, emit(step_spec(plan)).encode())
+    return ExportedPlan(target, plan, layout, True, verification, file)
+
+
+def check_kernels(plan: Plan, kernels: Path, target: Path, *, force: bool) -> None:
+    """Refuse before the first byte what could not be emitted.
+
+    Raises:
+        UsageError: the plan has no packed state, or the module exists already.
+    """
+    if plan.document.precision is None:
+        raise UsageError(
+            "there is no kernel for a plan without a packed state", hint="add --calibration DIR"
+        )
+    file = kernels / MODULE_FILE
+    inside = target.resolve() in file.resolve().parents
+    if file.exists() and not (force or inside):
+        raise UsageError(
+            f"{file} exists already", hint="add --force, or name another folder", file=str(file)
+        )
+
+
+def step_spec(plan: Plan) -> StepSpec:
+    """What the emitted module is specialised to.
+
+    Raises:
+        PlanMismatch: the plan has no packed state, or its layers differ in their dimensions.
+    """
+    document, first = plan.document, plan.layers[0]
+    precision = document.precision
+    sizes = {(n.key_heads, n.value_heads, n.key_dim, n.value_dim) for n in plan.layers}
+    if precision is None or len(sizes) > 1:
+        raise PlanMismatch("one module needs one packed layout for all linear layers")
+    index = {}
+    for layer in plan.layers:
+        order = plan.key_order(layer.index, "exported")
+        if order is not None and (order != np.arange(layer.key_dim)).any():
+            index[layer.index] = order.tolist()
+    if index:  # a block without an entry would be a missing key
+        index = {n.index: plan.arrays[f"layers.{n.index}.key_order"].tolist() for n in plan.layers}
+    return StepSpec(
+        layout=PackedLayout(first.key_dim, first.value_dim, precision.k_hi, precision.group),
+        key_heads=first.key_heads,
+        heads=first.value_heads,
+        per_channel=document.model.kind == "kda",
+        key_index=index,
+        model=document.model.name,
+        digest=plan.digest,
+    )
