@@ -8,6 +8,7 @@ import pytest
 
 from hybridstate import api
 from hybridstate.figures import analysis_figures, figure_names
+from hybridstate.plan.retention import retention_map
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -59,3 +60,48 @@ def test_extreme_horizons_are_drawn_and_counted(tmp_path: Path, tiny_gdn: Path) 
     analysis_figures(changed, tmp_path)
     histogram = {r["from_tokens"]: int(r["units"]) for r in rows(tmp_path / "horizons.csv")}
     assert histogram["0"] == histogram["inf"] == 9
+
+
+def test_planning_figures_hold_the_numbers_of_the_placement(tmp_path: Path, tiny_kda: Path) -> None:
+    analysis = api.analyze(tiny_kda, tp=2, balance="hybrid")
+    analysis_figures(analysis, tmp_path)
+    loads = rows(tmp_path / "load.csv")
+    for cutoff, placement in zip(analysis.cutoffs, analysis.capacity.placements, strict=True):
+        w = str(cutoff.selection.w_max)
+        for name, units in (
+            ("computed, contiguous heads", placement.contiguous_units),
+            ("computed, permuted heads", placement.compute_units),
+            ("stored", placement.stored_units),
+        ):
+            found = [int(r["units"]) for r in loads if r["w_max"] == w and r["load"] == name]
+            assert found == list(units)
+    states = {s.w_max: s for s in analysis.capacity.checkpoints if s.stored == "fp32"}
+    dense = analysis.capacity.dense.full_bytes
+    for row in rows(tmp_path / "capacity.csv"):
+        if row["series"] == "ragged, balanced" and int(row["w_max"]) in states:
+            state = states[int(row["w_max"])]
+            assert int(row["slot_bytes"]) == state.full_bytes
+            assert float(row["ratio_full"]) == pytest.approx(dense / state.full_bytes, rel=1e-8)
+
+
+def test_channel_picture_names_its_block_from_both_bases(tmp_path: Path, tiny_kda: Path) -> None:
+    analysis = api.analyze(tiny_kda)
+    analysis_figures(analysis, tmp_path)
+    nearest = retention_map(analysis.spec, analysis.cutoffs[0].selection)
+    channels = rows(tmp_path / "channels.csv")
+    block = nearest.blocks[nearest.nearest_median]
+    assert {(r["block_from_0"], r["block_from_1"]) for r in channels} == {
+        (str(block), str(block + 1))
+    }
+    assert len(channels) == 4 * 8
+
+
+def test_decay_and_maps_cover_every_unit(tmp_path: Path, tiny_gdn: Path) -> None:
+    analysis = api.analyze(tiny_gdn)
+    analysis_figures(analysis, tmp_path)
+    units = sum(h.size for h in analysis.horizons)
+    assert sum(int(r["units"]) for r in rows(tmp_path / "decay.csv")) == units
+    maps = rows(tmp_path / "horizon_map.csv")
+    assert len(maps) == units
+    found = [float(r["horizon_tokens"]) for r in maps]
+    np.testing.assert_allclose(found, np.concatenate(analysis.horizons), rtol=1e-8)
