@@ -65,16 +65,10 @@ def inspect(
 def _summary(out: Output, found: "Inspection") -> None:
     spec = found.spec
     first = spec.layers[0]
-    heads = (
-        f"{first.value_heads} heads"
-        if first.bundle == 1
-        else f"{first.key_heads} {'groups' if spec.family.kind == 'mamba2' else 'key'} and "
-        f"{first.value_heads} {'heads' if spec.family.kind == 'mamba2' else 'value heads'}"
-    )
     bound = "" if spec.lower_bound is None else f", lower bound {spec.lower_bound:g}"
     out.text(
         f"{found.name}: {spec.name} ({KINDS[spec.family.kind]}), {len(spec.layers)} of {spec.num_layers} layers "
-        f"linear, {heads} of {first.key_dim} x {first.value_dim}"
+        f"linear, {_heads(spec)} of {first.key_dim} x {first.value_dim}"
     )
     out.text(
         f"{spec.gate} gate{bound}; gate input {spec.default_gate_input:g} "
@@ -83,7 +77,7 @@ def _summary(out: Output, found: "Inspection") -> None:
     )
     out.text(
         f"units: {sum(spec.units(layer) for layer in spec.layers):,} "
-        f"{'value heads' if spec.unit == 'head' else 'key channels'}, {spec.units(first):,} a layer; "
+        f"{'heads' if spec.unit == 'head' else 'key channels'}, {spec.units(first):,} a layer; "
         f"linear blocks {_ranges(layer.index for layer in spec.layers)}"
     )
     out.text(f"good for: {_uses(spec)}")
@@ -92,6 +86,16 @@ def _summary(out: Output, found: "Inspection") -> None:
         f"{sum(shard.nbytes for shard in found.shards):,} bytes, of which {found.header_bytes:,} bytes of "
         f"headers and {found.tensor_bytes_read:,} bytes of tensors were read"
     )
+
+
+def _heads(spec: "ModelSpec") -> str:
+    first = spec.layers[0]
+    if spec.family.kind == "mamba2":
+        groups = "one group" if first.key_heads == 1 else f"{first.key_heads} groups"
+        return f"{first.value_heads} heads in {groups}"
+    if first.bundle == 1:
+        return f"{first.value_heads} heads"
+    return f"{first.key_heads} key and {first.value_heads} value heads"
 
 
 def _uses(spec: "ModelSpec") -> str:

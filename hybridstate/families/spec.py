@@ -252,11 +252,11 @@ class ModelSpec:
         if self.default_gate_input_source == "paper":
             return None
         given = (
-            "the paper's for Qwen3-Next and Kimi-Linear" if self.gate == "softplus" else "neutral"
+            "this for Qwen3-Next and Kimi-Linear" if self.gate == "softplus" else "0.8 for Kimi-K3"
         )
         return (
-            f"gate input {self.default_gate_input:g} is a default: no published value for {self.name} with the "
-            f"{self.gate} gate ({given}); a larger one shortens every horizon and drops more units"
+            f"gate input {self.default_gate_input:g} is a default for {self.name} (of the {self.gate} gate the paper "
+            f"gives {given}, nothing else): a larger one shortens every horizon and drops more units"
         )
 
     def check_plannable(self) -> None:
