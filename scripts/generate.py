@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import family_tables
+import reading_table
 import tables
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -113,6 +114,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "decode": lambda: per_model("decode-*.json", tables.decode_by_state),
     "families": family_tables.families,
     "releases": family_tables.releases,
+    "reading": reading_table.reading,
 }
 
 
@@ -132,6 +134,10 @@ def readme() -> str:
 
 def families() -> str:
     return filled("docs/families.md")
+
+
+def reading() -> str:
+    return filled("docs/reading.md")
 
 
 RESULTS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
@@ -206,6 +212,7 @@ def plan_schema() -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "README.md": readme,
     "docs/families.md": families,
+    "docs/reading.md": reading,
     "docs/results.md": results,
     "docs/cli.md": command_line,
     "plans/plan.schema.json": plan_schema,
