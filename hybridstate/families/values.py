@@ -39,7 +39,7 @@ def sign_warning(a_log: list[NDArray[np.float64]]) -> str | None:
 
     Trained models have both signs. All negative is possible, and then every unit decays slowly.
     """
-    if any((values > 0).any() for values in a_log):
+    if any((values >= 0).any() for values in a_log):
         return None
     return (
         "every A_log of this model is negative: right if all of its units decay slowly, wrong if the file "

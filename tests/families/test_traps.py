@@ -11,7 +11,15 @@ import torch
 from hybridstate import api
 from hybridstate.checkpoint import DecayParameters, open_checkpoint
 from hybridstate.errors import NumericError, UnsupportedModel
-from hybridstate.families import FAMILIES, AxisRule, Family, LinearLayer, ModelSpec, detect
+from hybridstate.families import (
+    FAMILIES,
+    AxisRule,
+    Family,
+    LinearLayer,
+    ModelSpec,
+    detect,
+    sign_warning,
+)
 from hybridstate.horizons.static import static_horizons, static_log_decay
 from hybridstate.trajectories.model import load_model, prefill, states, swap
 from hybridstate.weights.permute import LayerOrder, axis_index, layer_moves
@@ -439,6 +447,11 @@ def test_rates_stored_as_a_log_are_refused(tmp_path: Path) -> None:
         api.analyze(folder)
     assert caught.value.exit_code == 5
     assert caught.value.context["tensor"] == name
+
+
+def test_a_log_of_zero_is_what_the_safe_gate_starts_from() -> None:
+    assert sign_warning([np.array([-1.0, 0.0]), np.array([-2.0])]) is None
+    assert sign_warning([np.array([-1.0]), np.array([-2.0])]) is not None
 
 
 def test_a_model_without_a_positive_a_log_gets_a_warning(tmp_path: Path) -> None:
