@@ -254,7 +254,7 @@ def calibrate(
             loaded, drawn, settings, store, k_hi=channels, seed=seed, names=names, progress=progress
         )
         held_out = [row for row, prompt in enumerate(drawn) if prompt.split == "validate"]
-        simulation = simulate(
+        outcome = simulate(
             loaded,
             tuple(drawn[row] for row in held_out),
             generated[held_out],
@@ -265,7 +265,7 @@ def calibrate(
         )
         source = "shipped" if prompts is None else Path(prompts).name
         calibration = assemble(
-            loaded, drawn, settings, scores, generated, simulation, channels, seed=seed, source=source
+            loaded, drawn, settings, scores, generated, outcome, channels, seed=seed, source=source
         )
         if target is not None:
             calibration.write(target, force=force)

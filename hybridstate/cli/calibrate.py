@@ -53,6 +53,16 @@ def calibrate(
             show_default=False,
         ),
     ] = None,
+    formats: Annotated[
+        str | None,
+        typer.Option(
+            "--formats",
+            metavar="LIST",
+            help="Names and groups, comma-separated: default, formats, budgets, selectors, baselines, "
+            "all. [default: default]",
+            show_default=False,
+        ),
+    ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -95,14 +105,16 @@ def calibrate(
     """
     with command("calibrate", model=model, json=json, quiet=quiet) as out:
         from hybridstate.provenance import check_output_folder, environment
+        from hybridstate.quant.catalogue import parse_list
 
         _check(temperature, seed)
         check_device(device)
+        parse_list(formats)
         if output is not None:
             check_output_folder(output, force=force)
         if dry_run:
-            _check_run(model, lower_bound, k_hi, prompts, device, dtype)
-            _dry_run(out, model, profile, temperature, lower_bound, output)
+            _check_run(model, lower_bound, k_hi, formats, prompts, device, dtype)
+            _dry_run(out, model, profile, formats, temperature, lower_bound, output)
             return
         from hybridstate import api
         from hybridstate.bench.timing import device_record
@@ -112,6 +124,7 @@ def calibrate(
             output,
             profile=profile,
             k_hi=k_hi,
+            formats=formats,
             prompts=prompts,
             seed=seed,
             temperature=temperature,
@@ -149,19 +162,23 @@ def _check_run(
     model: str,
     lower_bound: float | None,
     k_hi: int | None,
+    formats: str | None,
     prompts: Path | None,
     device: str,
     dtype: str,
 ) -> None:
     """What a run would refuse, before its time is spent."""
     from hybridstate.checkpoint import open_checkpoint
+    from hybridstate.quant.catalogue import parse_list
     from hybridstate.quant.risk import check_k_hi
     from hybridstate.trajectories.model import torch_device, torch_dtype
     from hybridstate.trajectories.prompts import read_texts
 
     torch_device(device)
     torch_dtype(dtype)
-    check_k_hi(k_hi, open_checkpoint(model, lower_bound=lower_bound, weights=True).spec)
+    spec = open_checkpoint(model, lower_bound=lower_bound, weights=True).spec
+    check_k_hi(k_hi, spec)
+    parse_list(formats, spec)
     if prompts is not None:
         read_texts(prompts)
 
@@ -170,16 +187,19 @@ def _dry_run(
     out: Output,
     model: str,
     profile: str,
+    formats: str | None,
     temperature: float | None,
     lower_bound: float | None,
     folder: Path | None,
 ) -> None:
     from hybridstate.checkpoint import open_checkpoint
     from hybridstate.quant.calibration import estimate
+    from hybridstate.quant.catalogue import parse_list
     from hybridstate.trajectories.protocol import protocol
 
     checkpoint = open_checkpoint(model, lower_bound=lower_bound, weights=True)
-    plan = estimate(checkpoint, protocol(profile, temperature=temperature))
+    settings = protocol(profile, temperature=temperature)
+    plan = estimate(checkpoint, settings, formats=len(parse_list(formats)))
     out.table(
         f"{checkpoint.name}: would run profile {profile}",
         ("quantity", "value"),
@@ -223,6 +243,8 @@ def _tables(out: Output, found: "Calibration") -> None:
         "nats with its standard error over sequences; state error relative, after the last update",
     )
     out.table("how the channels were chosen", ("quantity", "value"), _choice(document))
+    for name, reason in document["skipped"].items():
+        out.note(f"{name} was left out: {reason}")
 
 
 def _choice(document: dict[str, Any]) -> list[tuple[str, object]]:
@@ -234,9 +256,31 @@ def _choice(document: dict[str, Any]) -> list[tuple[str, object]]:
         ("agreement of two halves of the prompts", f"{100 * overlap:.1f} %"),
         ("the same by chance", f"{100 * chance:.1f} %"),
         ("rank correlation of the halves", None if rho is None else f"{rho:.3f}"),
+        *_findings(document),
         ("prompts", len(document["prompts"])),
         ("prompt + generated tokens", f"{protocol['input_tokens']} + {protocol['new_tokens']}"),
         ("horizon in updates", protocol["horizon"]),
         ("temperature", protocol["temperature"]),
         ("repeated 32-token stretches", f"{100 * document['repeated_32gram_share']:.1f} %"),
     ]
+
+
+def _findings(document: dict[str, Any]) -> list[tuple[str, object]]:
+    """What the run says about the method itself."""
+    concentration, prediction = document["error_concentration"], document["risk_prediction"]
+    rows: list[tuple[str, object]] = [
+        (
+            "INT8 error in the worst 12.5 % of channels",
+            f"{100 * concentration['plain']['mean_over_heads']:.1f} %",
+        )
+    ]
+    if "reordered" in concentration:
+        share = concentration["reordered"]["mean_over_heads"]
+        rows.append(("the same, values scaled and reordered", f"{100 * share:.1f} %"))
+    for name, label in (("damp", "risk"), ("error-only", "local error")):
+        rho = prediction.get(name, {}).get("spearman")
+        if rho is not None:
+            rows.append((f"rank correlation of {label} and accumulated error", f"{rho:.3f}"))
+    for name, gap in document["key_order_gap"].items():
+        rows.append((f"J of {name} above channels per value head", f"{100 * gap:.2f} %"))
+    return rows

@@ -1,7 +1,7 @@
 """The result of `calibrate`: what was chosen, how it validated, and the two files that carry it."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,9 +10,11 @@ import torch
 from safetensors.numpy import save
 
 from hybridstate.defaults import GROUP
+from hybridstate.horizons.observed import rank_correlation
 from hybridstate.provenance import environment, fresh_folder, sha256_bytes
 from hybridstate.quality.divergence import Divergence, divergences
 from hybridstate.quant.calibration import Scores, fingerprint, temperature_of
+from hybridstate.quant.scaling import CANDIDATES
 from hybridstate.quant.simulate import Simulation
 from hybridstate.trajectories.model import LoadedModel
 from hybridstate.trajectories.prompts import Prompt
@@ -20,6 +22,8 @@ from hybridstate.trajectories.protocol import Protocol
 from hybridstate.trajectories.record import repeated_share
 
 SCHEMA: Final = "hybridstate.calibration/1"
+REORDERED: Final = "damp+reorder"
+"""The arm whose value scaling and order are stored beside the risk."""
 REPEATED_LIMIT: Final = 0.5
 """Share of repeated 32-grams above which trajectories say little about real use."""
 
@@ -43,13 +47,23 @@ class Calibration:
     warnings: tuple[str, ...]
 
     def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
-        """`layers.{i}.risk` f32 `[H, K]` and `layers.{i}.protected` i16 `[H, k_hi]`, i the block."""
+        """`layers.{i}.risk` f32 `[H, K]` and `layers.{i}.protected` i16 `[H, k_hi]`, i the block.
+
+        Where `damp+reorder` was run also its `layers.{i}.value_scale` f32 `[H, V]`, `value_order` i16
+        `[H, V]` (names as in a plan) and `protected_reorder` i16 `[H, k_hi]`, its own channels.
+        """
         arrays: dict[str, np.ndarray[Any, Any]] = {}
         for index, risk, protected in zip(
             self.layers, self.scores.risk, self.scores.protected, strict=True
         ):
             arrays[f"layers.{index}.risk"] = risk.astype(np.float32)
             arrays[f"layers.{index}.protected"] = protected
+        for index, kept in zip(self.layers, self.scores.stored.get(REORDERED, ()), strict=False):
+            assert kept.values is not None
+            assert kept.protected is not None
+            arrays[f"layers.{index}.value_scale"] = kept.values.scale.numpy()
+            arrays[f"layers.{index}.value_order"] = kept.values.order.numpy().astype(np.int16)
+            arrays[f"layers.{index}.protected_reorder"] = kept.protected
         return arrays
 
     def to_json(self) -> dict[str, Any]:
@@ -83,14 +97,15 @@ def assemble(
     scores: Scores,
     generated: torch.Tensor,
     simulation: Simulation,
-    *,
     k_hi: int,
+    *,
     seed: int,
     source: str,
 ) -> Calibration:
     """Put the stages' results together; `source` says where the prompts came from."""
     layer = loaded.spec.layers[0]
-    rows = divergences(simulation, key_dim=layer.key_dim, value_dim=layer.value_dim)
+    rows = divergences(simulation, layer, per_channel=loaded.spec.unit == "channel")
+    agreement = scores.agreement["damp"]
     repeated = repeated_share(generated)
     versions = environment(device=loaded.device.type, threads=torch.get_num_threads())
     document: dict[str, Any] = {
@@ -119,11 +134,20 @@ def assemble(
         "prompt_digests": {prompt.name: prompt.digest for prompt in prompts},
         "repeated_32gram_share": repeated,
         "effective_decay_median": scores.effective_decay,
-        "split_agreement": scores.agreement.overlap,
-        "split_agreement_random": scores.agreement.random_overlap,
-        "split_rank_correlation": scores.agreement.spearman,
-        "split_constant_heads": scores.agreement.constant_heads,
+        "split_agreement": agreement.overlap,
+        "split_agreement_random": agreement.random_overlap,
+        "split_rank_correlation": agreement.spearman,
+        "split_constant_heads": agreement.constant_heads,
+        "selector_agreement": {name: asdict(found) for name, found in scores.agreement.items()},
         "objective": scores.objective,
+        "key_order_gap": _key_order_gap(scores),
+        "error_concentration": {
+            name: {"mean_over_heads": mean, "pooled": pooled}
+            for name, (mean, pooled) in scores.concentration.items()
+        },
+        "risk_prediction": _risk_prediction(scores, simulation),
+        "value_maps": _value_maps(scores),
+        "skipped": scores.skipped,
         "validation": [row.to_json() for row in rows],
         "validation_sequences": simulation.kl.shape[1],
         "validation_positions": simulation.kl.shape[2],
@@ -138,6 +162,55 @@ def assemble(
         layers=tuple(layer.index for layer in loaded.spec.layers),
         warnings=_warnings(repeated, simulation, k_hi, layer.key_dim),
     )
+
+
+def _key_order_gap(scores: Scores) -> dict[str, float]:
+    """J with channels shared by the value heads of a key head over J with channels of their own, less 1."""
+    return {
+        name: scores.objective[name] / scores.objective[f"{name}-per-head"] - 1.0
+        for name in scores.objective
+        if scores.objective.get(f"{name}-per-head", 0.0) > 0
+    }
+
+
+def _risk_prediction(scores: Scores, simulation: Simulation) -> dict[str, Any]:
+    """Rank correlation of each score with the error that plain INT8 accumulated, per key channel.
+
+    Mean over heads and layers; heads where one of the two is constant are counted and left out.
+    """
+    names = [arm.name for arm in simulation.arms]
+    if "int8-step" not in names:
+        return {}
+    measured = [error[names.index("int8-step")] for error in simulation.channel_error]
+    found: dict[str, Any] = {}
+    for name, values in (("damp", scores.risk), ("error-only", scores.error)):
+        rhos = [
+            rank_correlation(a, b)
+            for score, error in zip(values, measured, strict=True)
+            for a, b in zip(score, error, strict=True)
+        ]
+        known = [rho for rho in rhos if rho is not None]
+        found[name] = {
+            "spearman": float(np.mean(known)) if known else None,
+            "heads": len(known),
+            "constant_heads": len(rhos) - len(known),
+        }
+    return found
+
+
+def _value_maps(scores: Scores) -> dict[str, list[dict[str, Any]]]:
+    """Per arm with value maps, how many heads chose each candidate."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, layers in scores.stored.items():
+        chosen = [kept.candidate for kept in layers if kept.candidate is not None]
+        if not chosen:
+            continue
+        counts = np.bincount(np.concatenate(chosen), minlength=len(CANDIDATES))
+        found[name] = [
+            {"power": power, "reordered": reordered, "heads": int(count)}
+            for (power, reordered), count in zip(CANDIDATES, counts, strict=True)
+        ]
+    return found
 
 
 def _warnings(repeated: float, simulation: Simulation, k_hi: int, key_dim: int) -> tuple[str, ...]:

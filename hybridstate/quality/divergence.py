@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridstate.families import LinearLayer
 from hybridstate.quant.simulate import Simulation
 
 
@@ -20,7 +21,8 @@ class Divergence:
 
     Attributes:
         format: name of the arm.
-        bits_per_value: of a state value, scales included.
+        bits_per_value: of a state value, scales and residuals included.
+        bits_with_ring: the same with the inputs kept between two writes; equal where every update writes.
         kl, kl_error: mean KL(FP32 || format) per position in nats, and its standard error.
         top1: share of positions where both prefer the same token.
         perplexity_ratio: perplexity of the teacher's tokens over that under FP32.
@@ -33,6 +35,7 @@ class Divergence:
 
     format: str
     bits_per_value: float
+    bits_with_ring: float
     kl: float
     kl_error: float | None
     top1: float
@@ -51,17 +54,21 @@ class Divergence:
         }
 
 
-def divergences(simulation: Simulation, *, key_dim: int, value_dim: int) -> tuple[Divergence, ...]:
-    """Summaries of all arms; `key_dim` and `value_dim` are for the bits."""
+def divergences(
+    simulation: Simulation, layer: LinearLayer, *, per_channel: bool
+) -> tuple[Divergence, ...]:
+    """Summaries of all arms; the layer and whether each key channel has a decay are for the bits."""
     rows = []
     for place, arm in enumerate(simulation.arms):
         kl = simulation.kl[place].mean(1)
         error = simulation.state_error[-1, place]
         ratio = math.exp(float(simulation.nll[place].mean() - simulation.nll[0].mean()))
+        bits = arm.bits(layer.key_dim, layer.value_dim)
         rows.append(
             Divergence(
                 format=arm.name,
-                bits_per_value=arm.bits(key_dim, value_dim),
+                bits_per_value=bits,
+                bits_with_ring=bits + arm.ring_bits(layer, per_channel=per_channel),
                 kl=float(kl.mean()),
                 kl_error=standard_error(kl),
                 top1=float(simulation.same_top[place].mean()),

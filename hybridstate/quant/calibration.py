@@ -16,7 +16,8 @@ import torch
 
 from hybridstate.checkpoint import EMBEDDED, Checkpoint
 from hybridstate.provenance import sha256_json
-from hybridstate.quant.arms import Arm, plain_arm
+from hybridstate.quant.arms import Arm
+from hybridstate.quant.catalogue import DEFAULT, ArmName, parse_list
 from hybridstate.quant.formats import FORMATS
 from hybridstate.quant.risk import (
     F64,
@@ -26,10 +27,17 @@ from hybridstate.quant.risk import (
     local_error,
     objective,
     protect,
-    protect_random,
     risk,
     split_agreement,
     weighted,
+)
+from hybridstate.quant.scaling import Anchors
+from hybridstate.quant.selection import (
+    LayerSelection,
+    Stored,
+    build_arm,
+    concentration,
+    refusal,
 )
 from hybridstate.trajectories.model import LoadedModel
 from hybridstate.trajectories.prompts import Prompt
@@ -40,7 +48,6 @@ from hybridstate.trajectories.store import TrajectoryStore
 Progress = Callable[[str, int, int], None]
 
 LOW: Final = FORMATS["int8-step"]
-BASELINES: Final = ("fp32", "fp16", "bf16", "int8-step")
 
 
 def temperature_of(protocol: Protocol, checkpoint: Checkpoint) -> float:
@@ -144,20 +151,28 @@ class Scores:
 
     Attributes:
         risk: `[H, K]` float64, C_u on the fitting split, per value head.
+        error: `[H, K]` float64, the mean local INT8 error there.
         protected: `[H, k_hi]`, shared by the value heads of a key head.
-        random: as many channels, drawn.
-        agreement: how two halves of the prompts agree.
-        objective: J on the tuning split by arm, summed over layers and heads.
+        agreement: how two halves of the prompts agree, by selector.
+        objective: J on the tuning split by arm, summed over layers and heads; only for arms that write at
+            every update and carry nothing.
         arms: the storage arms to validate, FP32 first.
+        stored: what each arm stores, by name.
+        skipped: arms that mean nothing for this model, and why.
+        concentration: share of squared INT8 error in the 12.5 % of key channels with most of it, mean over
+            heads and pooled: plain, and with the value maps of `int8-step+reorder` where that arm is run.
         effective_decay: median over units of exp(mean log-decay), all layers and sequences.
     """
 
     risk: tuple[F64, ...]
+    error: tuple[F64, ...]
     protected: tuple[I16, ...]
-    random: tuple[I16, ...]
-    agreement: SplitAgreement
+    agreement: dict[str, SplitAgreement]
     objective: dict[str, float]
     arms: tuple[Arm, ...]
+    stored: dict[str, tuple[Stored, ...]]
+    skipped: dict[str, str]
+    concentration: dict[str, tuple[float, float]]
     effective_decay: float
 
 
@@ -169,65 +184,144 @@ def score(
     *,
     k_hi: int,
     seed: int,
+    names: tuple[ArmName, ...] | None = None,
     progress: Progress | None = None,
 ) -> Scores:
     """Risk, selection and objective of every layer, one layer in memory at a time."""
     spec = loaded.spec
-    count = len(batches(prompts, protocol))
+    names = parse_list(None) if names is None else names
+    per_channel = spec.unit == "channel"
+    skipped = {n.name: refusal(n, spec.layers, per_channel=per_channel) for n in names}
+    names = tuple(n for n in names if skipped[n.name] is None)
     halves = _halves(prompts)
     risks: list[F64] = []
-    pairs: list[tuple[F64, F64]] = []
+    errors: list[F64] = []
     protected: list[I16] = []
-    random: list[I16] = []
+    pairs: dict[str, list[tuple[F64, F64]]] = {}
+    stored: dict[str, list[Stored]] = {name.name: [] for name in names}
     totals: dict[str, float] = {}
+    concentrated: dict[str, list[tuple[float, float]]] = {}
     decays: list[torch.Tensor] = []
     for layer in spec.layers:
-        anchors = store.read_all(count, f"anchors.{layer.ordinal}", 1)  # [A, S, H, K, V]
-        weights = store.read_all(count, f"weights.{layer.ordinal}", 1)
-        decays.append(store.read_all(count, f"mean_log_decay.{layer.ordinal}", 0).flatten())
-        products = np.stack(
-            [weighted(local_error(s, LOW), w) for s, w in zip(anchors, weights, strict=True)], 1
-        )  # [S, A, H, K]
-        risks.append(_risk_of(products, prompts, protocol, _rows(prompts, "fit")))
-        pairs.append(
-            (
-                _risk_of(products, prompts, protocol, halves[0]),
-                _risk_of(products, prompts, protocol, halves[1]),
-            )
-        )
+        recorded = _Layer.read(store, layer.ordinal, prompts, protocol, loaded.device)
+        decays.append(recorded.mean_log_decay.flatten())
+        by_selector = recorded.samples(per_channel=per_channel)
+        fit = {name: recorded.mean(x, "fit") for name, x in by_selector.items()}
+        for name, samples in by_selector.items():
+            first, second = (recorded.mean_of(samples, rows) for rows in halves)
+            pairs.setdefault(name, []).append((first, second))
+        risks.append(fit["damp"])
+        errors.append(fit["error-only"])
         protected.append(protect(risks[-1], k_hi, layer.key_heads))
-        shape = (layer.value_heads, layer.key_dim)
-        random.append(protect_random(shape, k_hi, layer.key_heads, (seed, layer.ordinal)))
-        tune = _rows(prompts, "tune")
-        states, kept = anchors[:, tune].flatten(0, 1), weights[:, tune].flatten(0, 1)
-        where = [
-            p for row in range(anchors.shape[0]) for p in _places(prompts, protocol, tune, row)
-        ]
-        for arm in _arms((protected[-1],), (random[-1],)):
-            value = objective(states, kept, where, arm, 0)
-            totals[arm.name] = totals.get(arm.name, 0.0) + value
+        tune = recorded.anchors_of("tune")
+        selection = LayerSelection(
+            layer, recorded.anchors_of("fit"), tune, fit, k_hi, seed, loaded.device
+        )
+        for arm_name in names:
+            kept = selection.stored(arm_name)
+            stored[arm_name.name].append(kept)
+            if arm_name.every == 1 and arm_name.feedback is None:
+                arm = build_arm(arm_name, [kept], seed).to(loaded.device)
+                value = objective(tune.states, tune.weights, tune.places, arm, 0, loaded.device)
+                totals[arm_name.name] = totals.get(arm_name.name, 0.0) + value
+            if arm_name.name == "int8-step+reorder" and kept.candidate is not None:
+                after = selection.table("int8-step", reorder=True).error
+                heads = np.arange(layer.value_heads)
+                concentrated.setdefault("reordered", []).append(
+                    concentration(after[kept.candidate, heads])
+                )
+        concentrated.setdefault("plain", []).append(concentration(errors[-1]))
         if progress is not None:
             progress("score", layer.ordinal + 1, len(spec.layers))
+    key_heads = tuple(layer.key_heads for layer in spec.layers)
     return Scores(
         risk=tuple(risks),
+        error=tuple(errors),
         protected=tuple(protected),
-        random=tuple(random),
-        agreement=split_agreement(pairs, k_hi, tuple(layer.key_heads for layer in spec.layers)),
+        agreement={name: split_agreement(x, k_hi, key_heads) for name, x in pairs.items()},
         objective=totals,
-        arms=_arms(tuple(protected), tuple(random)),
+        arms=tuple(build_arm(name, stored[name.name], seed) for name in names),
+        stored={name: tuple(kept) for name, kept in stored.items()},
+        skipped={name: reason for name, reason in skipped.items() if reason is not None},
+        concentration={
+            name: (float(np.mean([v[0] for v in x])), float(np.mean([v[1] for v in x])))
+            for name, x in concentrated.items()
+        },
         effective_decay=float(torch.cat(decays).exp().median()),
     )
 
 
-def _arms(protected: tuple[I16, ...], random: tuple[I16, ...]) -> tuple[Arm, ...]:
-    def channels(chosen: tuple[I16, ...]) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.from_numpy(c.astype(np.int64)) for c in chosen)
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """The recorded anchors of one layer.
 
-    return (
-        *(plain_arm(name) for name in BASELINES),
-        Arm("damp", LOW, channels(protected)),
-        Arm("damp-random", LOW, channels(random)),
-    )
+    Attributes:
+        anchors: `[A, S, H, K, V]`.
+        weights: `[A, S, H]` or `[A, S, H, K]`.
+        mean_log_decay: `[S, H]` or `[S, H, K]`.
+    """
+
+    anchors: torch.Tensor
+    weights: torch.Tensor
+    mean_log_decay: torch.Tensor
+    prompts: tuple[Prompt, ...]
+    protocol: Protocol
+    device: torch.device
+
+    @classmethod
+    def read(
+        cls,
+        store: TrajectoryStore,
+        ordinal: int,
+        prompts: tuple[Prompt, ...],
+        protocol: Protocol,
+        device: torch.device,
+    ) -> "_Layer":
+        count = len(batches(prompts, protocol))
+        return cls(
+            store.read_all(count, f"anchors.{ordinal}", 1),
+            store.read_all(count, f"weights.{ordinal}", 1),
+            store.read_all(count, f"mean_log_decay.{ordinal}", 0),
+            prompts,
+            protocol,
+            device,
+        )
+
+    def samples(self, *, per_channel: bool) -> dict[str, F64]:
+        """Per selector the score of every channel at every anchor, `[S, A, H, K]`."""
+        errors, energies = [], []
+        for states in self.anchors:
+            on_device = states.to(self.device)
+            errors.append(local_error(on_device, LOW).cpu())
+            energies.append(on_device.square().sum(-1, dtype=torch.float64).cpu())
+        found = {
+            "damp": [weighted(e, w) for e, w in zip(errors, self.weights, strict=True)],
+            "error-only": [e.numpy() for e in errors],
+            "energy": [e.numpy() for e in energies],
+        }
+        if per_channel:
+            found["retention-only"] = [w.to(torch.float64).numpy() for w in self.weights]
+        return {name: np.stack(parts, 1) for name, parts in found.items()}
+
+    def mean(self, samples: F64, split: str) -> F64:
+        """Expectation over one split, `[H, K]`."""
+        return self.mean_of(samples, _rows(self.prompts, split))
+
+    def mean_of(self, samples: F64, rows: list[int]) -> F64:
+        """Expectation over some sequences, `[H, K]`."""
+        return _risk_of(samples, self.prompts, self.protocol, rows)
+
+    def anchors_of(self, split: str) -> Anchors:
+        """States, weights and places of one split."""
+        rows = _rows(self.prompts, split)
+        places = [
+            place
+            for anchor in range(self.anchors.shape[0])
+            for place in _places(self.prompts, self.protocol, rows, anchor)
+        ]
+        return Anchors(
+            self.anchors[:, rows].flatten(0, 1), self.weights[:, rows].flatten(0, 1), places
+        )
 
 
 def _rows(prompts: tuple[Prompt, ...], split: str) -> list[int]:
@@ -260,7 +354,10 @@ def _risk_of(
 
 
 def estimate(
-    checkpoint: Checkpoint, protocol: Protocol, domains: int = len(DOMAINS)
+    checkpoint: Checkpoint,
+    protocol: Protocol,
+    domains: int = len(DOMAINS),
+    formats: int = len(DEFAULT),
 ) -> dict[str, Any]:
     """What a run would do, from the config alone."""
     prompts = len(SPLITS) * protocol.prompts_per_split * domains
@@ -272,7 +369,7 @@ def estimate(
         "generated_tokens": prompts * protocol.new_tokens,
         "decode_steps": -(-prompts // protocol.batch) * protocol.new_tokens,
         "validation_sequences": prompts // len(SPLITS),
-        "validation_formats": len(BASELINES) + 2,
+        "validation_formats": formats,
         "state_bytes_per_sequence": state,
         "trajectory_bytes": state * prompts * len(protocol.positions()),
         "temperature": temperature_of(protocol, checkpoint),

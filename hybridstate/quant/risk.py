@@ -128,10 +128,23 @@ def protect_random(shape: tuple[int, int], k_hi: int, key_heads: int, seed: tupl
 
 
 def objective(
-    states: torch.Tensor, weights: torch.Tensor, places: list[Place], arm: Arm, ordinal: int
+    states: torch.Tensor,
+    weights: torch.Tensor,
+    places: list[Place],
+    arm: Arm,
+    ordinal: int,
+    device: torch.device | None = None,
 ) -> float:
-    """J of Eq. 16 for one layer, summed over heads: each channel's error in the format it gets."""
-    error = squared_error(states, arm.reconstruct(states, ordinal))
+    """J of Eq. 16 for one layer, summed over heads: each channel's error in the format it gets.
+
+    One anchor at a time goes to the device, which holds the arm.
+    """
+    parts = []
+    for place, state in enumerate(states):
+        one = state[None] if device is None else state[None].to(device)
+        stored = arm.reconstruct(one, ordinal, sequences=torch.tensor([place]))
+        parts.append(squared_error(one, stored).cpu())
+    error = torch.cat(parts)
     return float(risk(weighted(error, weights), places).sum())
 
 

@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from hybridstate.families import LinearLayer
 from hybridstate.quality.divergence import divergences, standard_error
 from hybridstate.quant.arms import Arm, plain_arm
 from hybridstate.quant.formats import FORMATS
 from hybridstate.quant.simulate import Simulation
+
+LAYER = LinearLayer(0, 0, 1, 1, 8, 32, 4, "")
 
 
 def simulation() -> Simulation:
@@ -26,7 +29,7 @@ def simulation() -> Simulation:
 
 
 def test_means_are_over_positions_then_sequences_with_errors_over_sequences() -> None:
-    exact, damp = divergences(simulation(), key_dim=8, value_dim=32)
+    exact, damp = divergences(simulation(), LAYER, per_channel=True)
     assert (exact.kl, exact.top1, exact.perplexity_ratio, exact.state_error) == (0, 1, 1, 0)
     assert damp.kl == pytest.approx((0.2 + 0.2 + 0.6) / 3)
     assert damp.kl_error == pytest.approx(np.std([0.2, 0.2, 0.6], ddof=1) / math.sqrt(3))
@@ -36,6 +39,7 @@ def test_means_are_over_positions_then_sequences_with_errors_over_sequences() ->
     assert damp.state_error_error == pytest.approx(0.1 / math.sqrt(3))
     assert damp.state_error_steps == pytest.approx((0.05, 0.2))
     assert damp.saturated == 7
+    assert damp.bits_with_ring == damp.bits_per_value
     assert damp.bits_per_value == pytest.approx((2 * 16 + 6 * 9) / 8)
     document = damp.to_json()
     assert document["state_error_steps"] == list(damp.state_error_steps)
