@@ -157,7 +157,10 @@ def results() -> str:
     parts = ["# Results\n", NOTICE.format(sources="benchmarks/*.json")]
     parts.append(
         "Each table names the recorded file it was made from, which holds every sample and the "
-        "command. Task questions are synthetic; prose is held-out text.\n"
+        "command. Task questions are synthetic; prose is held-out text. What the columns mean: "
+        "[README](../README.md#what-it-costs-restoring-a-cached-prefix) and [glossary](glossary.md). "
+        "FP32 over this: above 1 is faster than FP32. DASC against random masks: above 0 is better for "
+        "answers, below 0 for KL and bits/byte.\n"
     )
     for title, pattern, table in RESULTS:
         found = [

@@ -159,7 +159,7 @@ def advantage(result: Result) -> str:
         points = entry["metric"] == "accuracy"
         bounds = [_signed(bound, points) for bound in entry["interval_95"] or ()]
         shares = [o["jaccard"] for o in entry["overlap"]]
-        label = entry["kind"] if entry["metric"] == "accuracy" else f"prose, {entry['metric']}"
+        label = {"kl": "prose KL", "bits_per_byte": "bits/byte"}.get(entry["metric"], entry["kind"])
         rows.append(
             [
                 f"W_max {entry['w_max']}, {label}",
@@ -215,7 +215,7 @@ def precision(result: Result) -> str:
     columns = ["format", "bits/value", "KL, nats/token", "same top-1", "state error", "perplexity"]
     sequences, updates = result["validation_sequences"], result["validation_positions"]
     table = markdown(columns, rows)
-    return f"{table}\n\n{sequences} sequences of {updates} updates; ± is the standard error."
+    return f"{table}\n\n{sequences} sequences of {updates:,} updates; ± is the standard error."
 
 
 # --- bench update ---------------------------------------------------------------------------------
@@ -309,6 +309,8 @@ def decode(result: Result) -> str:
 def _key_order(result: Result) -> str:
     """Which weights ran: with the plan's channel order in them, or with a gather beside."""
     order = result.get("protocol", {}).get("key_order")
+    if order == "exported weights":
+        order += " (MODEL is the folder that `export-plan` wrote)"
     return f"\n\nKey order of the packed state: {order}." if order else ""
 
 

@@ -125,7 +125,7 @@ def restore(
 ) -> None:
     """Cached prefixes through bytes and back: dense, zeros (NR), replay (WR), random masks.
 
-    Every prefix is packed to a checkpoint, loaded into poisoned memory and continued with 64 tokens
+    Every prefix is packed to a checkpoint, loaded into memory filled with NaN and continued with 64 tokens
     of filler and a question. Prints bytes, answers, KL against the dense restore on held-out prose,
     and the time to the first token. Questions are synthetic.
     """

@@ -5,6 +5,7 @@ from typing import Any
 from hybridstate.cli.output import Output
 
 Rows = list[tuple[object, ...]]
+MEASURES = {"kl": "prose KL", "bits_per_byte": "bits/byte"}
 
 
 def restore_tables(out: Output, result: dict[str, Any]) -> None:
@@ -29,15 +30,17 @@ def restore_tables(out: Output, result: dict[str, Any]) -> None:
             "TTFT ms",
         ),
         [_restore_row(arm, tasks) for arm in arms],
-        note="KL in nats per token against the dense restore, with its standard error; ratio of the whole "
-        "checkpoint, BF16 convolution windows included; empty heads keep no unit; replayed and TTFT are those of a "
-        f"cached prefix of {protocol['ttft_tokens']['prefix']} tokens, median of {arms[0]['ttft_s']['count']} "
+        note="nr-W: zeros for units below the cutoff W, wr-W: a replay for them; answers: higher is better; "
+        "KL in nats per token against the dense restore, with its standard error: lower is better; ratio: dense "
+        "bytes over these, BF16 convolution windows included; empty heads keep no unit; replayed tokens and TTFT "
+        f"are those of a cached prefix of {protocol['ttft_tokens']['prefix']} tokens, median of "
+        f"{arms[0]['ttft_s']['count']} "
         f"requests; units selected by {'the plan' if protocol['plan_digest'] else 'static horizon'}",
     )
     rows: Rows = [
         (
             entry["w_max"],
-            entry["kind"] if entry["metric"] == "accuracy" else f"prose {entry['metric']}",
+            MEASURES.get(entry["metric"], f"{entry['kind']} %"),
             _share(entry["dasc"], entry),
             _share(entry["random_mean"], entry),
             None if entry["random_sd"] is None else _share(entry["random_sd"], entry),
@@ -50,9 +53,19 @@ def restore_tables(out: Output, result: dict[str, Any]) -> None:
     if rows:
         out.table(
             f"DASC (NR) against {len(protocol['mask_seeds'])} random masks with the same counts",
-            ("W_max", "", "DASC", "random", "SD", "difference", "95 % interval", "overlap %"),
+            (
+                "W_max",
+                "measure",
+                "DASC",
+                "random",
+                "SD",
+                "difference",
+                "95 % interval",
+                "overlap %",
+            ),
             rows,
-            note="paired over questions, bootstrap; SD over masks; overlap is the largest Jaccard index",
+            note="DASC minus random: above 0 is better for answers (in points), below 0 for prose; paired over "
+            "questions, bootstrap; SD over masks; overlap: largest Jaccard index of the kept units",
         )
     if result["interventions"]:
         out.table(
@@ -97,7 +110,7 @@ def _interval(entry: dict[str, Any]) -> str | None:
 
 
 def _share(value: float, entry: dict[str, Any]) -> str:
-    digits = {"accuracy": f"{100 * value:.1f} %", "kl": f"{value:.3g}"}
+    digits = {"accuracy": f"{100 * value:.1f}", "kl": f"{value:.3g}"}
     return digits.get(entry["metric"], f"{value:.4f}")
 
 
@@ -122,7 +135,8 @@ def update_tables(out: Output, result: dict[str, Any]) -> None:
             )
             for row in result["rows"]
         ],
-        note=f"{result['protocol']['inputs']}; every step was first checked against float64"
+        note="FP32/this: above 1 is faster than FP32; pass GB/s: reading and writing as many bytes in place; "
+        f"{result['protocol']['inputs']}; every step was first checked against float64"
         + _reference_note(result["rows"]),
     )
 
@@ -158,8 +172,9 @@ def decode_tables(out: Output, result: dict[str, Any]) -> None:
             for row in result["rows"]
         ],
         note=f"{result['protocol']['input_tokens']} tokens in, {result['protocol']['output_tokens']} "
-        f"timed; state bytes per request, convolution included; state GB/step s: state bytes over the "
-        f"time of the whole model step, not a kernel's bandwidth (see bench update); key order: "
+        f"timed; FP32/this: above 1 is faster than FP32; state bytes per request, with the convolution state "
+        f"in {result['protocol']['dtype']}; state GB/step s: state bytes over the time of the whole model "
+        f"step, not a kernel's bandwidth (see bench update); key order: "
         f"{result['protocol']['key_order']}" + _reference_note(result["rows"]),
     )
     for check in result["checks"]:

@@ -89,7 +89,7 @@ def diff(
             out.table(
                 "arrays that differ",
                 ("array", "entries", "what"),
-                [(a.name, a.changed, a.what) for a in found.arrays],
+                [(a.name, a.changed, _side(a.what)) for a in found.arrays],
             )
         out.result(found.to_json())
 
@@ -291,6 +291,12 @@ def _ratio(value: float | None) -> str | None:
     return None if value is None else f"{value:.2f}x"
 
 
+def _side(what: str) -> str:
+    return what.replace("on the left", "in A").replace("on the right", "in B")
+
+
 def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{len(value)} fields"
     text = "-" if value is None else str(value)
     return text if len(text) <= 48 else text[:45] + "..."
