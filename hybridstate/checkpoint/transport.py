@@ -253,8 +253,12 @@ class Transport:
 
 
 def _retry_after(response: Any) -> float | None:
+    """Seconds that the answer asks to wait: `Retry-After`, or what is left of the Hub's window."""
     value = response.headers.get("Retry-After", "")
-    return float(value) if re.fullmatch(r"\d{1,6}(\.\d{1,3})?", value) else None
+    if re.fullmatch(r"\d{1,6}(\.\d{1,3})?", value):
+        return float(value)
+    window = re.search(r";r=0;t=(\d{1,6})$", response.headers.get("RateLimit", ""))
+    return float(window[1]) if window and response.status_code == 429 else None
 
 
 def _seconds() -> float:

@@ -12,13 +12,13 @@ def register(app: typer.Typer) -> None:
     """Add the verb."""
     app.command(
         "doctor",
-        short_help="Versions, GPU, kernels and embedded models.",
+        short_help="Versions, GPU, kernels, embedded models and the Hub.",
         epilog="Example: hybridstate doctor --json",
     )(doctor)
 
 
 def doctor(json: Json = False, quiet: Quiet = False) -> None:
-    """Versions, GPU, kernels and embedded models of this installation.
+    """Versions, GPU, kernels and embedded models of this installation, and how it reaches the Hub.
 
     Always exits with 0 when it can look: an absent GPU is a fact, not an error.
     """
@@ -28,9 +28,15 @@ def doctor(json: Json = False, quiet: Quiet = False) -> None:
         versions = environment()
         device = _device()
         models = _embedded()
-        output.result({"environment": versions, "device": device, "embedded_models": models})
+        hub = _hub()
+        output.result(
+            {"environment": versions, "device": device, "embedded_models": models, "hub": hub}
+        )
         if not json:
             _show(output, versions, device, models)
+            output.table(
+                "Hugging Face Hub", ("what", "found"), [(k, _text(v)) for k, v in hub.items()]
+            )
 
 
 def _device() -> dict[str, Any]:
@@ -65,6 +71,23 @@ def _kernel_backend(device: str) -> str | None:
 
     layout = PackedLayout(key_dim=128, value_dim=128, k_hi=16, group=GROUP)
     return str(backend(torch.device(device), layout))
+
+
+def _hub() -> dict[str, Any]:
+    """Where Hub models come from and are kept, and whether there is a login; never the token."""
+    from huggingface_hub import constants, get_token
+
+    from hybridstate.checkpoint.cache import default_root
+    from hybridstate.checkpoint.hub import offline_by_environment
+
+    root = default_root()
+    return {
+        "endpoint": constants.ENDPOINT,
+        "logged_in": get_token() is not None,
+        "offline": offline_by_environment(),
+        "cache": str(root),
+        "cached_bytes": sum(f.stat().st_size for f in root.rglob("*") if f.is_file()),
+    }
 
 
 def _embedded() -> list[dict[str, Any]]:

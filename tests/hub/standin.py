@@ -262,6 +262,8 @@ class _Handler(BaseHTTPRequestHandler):
         kind = fault.kind
         if kind.isdigit():
             wait = {"Retry-After": str(fault.seconds)} if fault.seconds else {}
+            if fault.seconds < 0:  # the Hub's own way
+                wait = {"RateLimit": f'"resolvers";r=0;t={-fault.seconds:.0f}'}
             self._answer(int(kind), b"no", wait)
             return True
         if kind == "late":

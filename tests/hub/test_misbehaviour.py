@@ -38,11 +38,13 @@ def test_what_does_not_pass_ends_after_five_tries(hub: StandIn, read: Reader, ki
     assert len([seen for seen in hub.log if SHARD in seen.path]) == 5
 
 
-def test_a_long_wait_is_told_and_not_waited_for(hub: StandIn, read: Reader) -> None:
-    hub.faults.append(Fault("429", at="/api/", seconds=3600))
+@pytest.mark.parametrize("seconds", [270, -270])
+def test_a_long_wait_is_told_and_not_waited_for(hub: StandIn, read: Reader, seconds: float) -> None:
+    """Asked for with Retry-After, or as what is left of the window that the Hub counts requests in."""
+    hub.faults.append(Fault("429", at="/api/", seconds=seconds))
     started = time.monotonic()
     error = read.error()
-    assert "asks to wait 3600 s" in error["message"]
+    assert "asks to wait 270 s" in error["message"]
     assert time.monotonic() - started < 5
     assert len(hub.log) == 1
 

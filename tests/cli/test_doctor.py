@@ -1,0 +1,28 @@
+"""`hybridstate doctor` on the Hub: where models come from and are kept, and never the token."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hybridstate.cli.main import app
+
+TOKEN = "hf_" + "z" * 30
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_doctor_tells_of_a_login_and_keeps_the_token(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "hybridstate" / "org--model").mkdir(parents=True)
+    (tmp_path / "hybridstate" / "org--model" / "part").write_bytes(bytes(123))
+    ran = CliRunner().invoke(app, ["doctor", *options])
+    assert ran.exit_code == 0
+    assert TOKEN not in ran.output
+    assert str(tmp_path / "hybridstate") in ran.output
+    if options:
+        found = json.loads(ran.stdout)["result"]["hub"]
+        assert (found["logged_in"], found["offline"], found["cached_bytes"]) == (True, True, 123)
