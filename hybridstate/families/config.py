@@ -27,8 +27,8 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         SourceError: the nested one is not an object.
     """
     for key in TEXT_CONFIGS:
-        if key in config:
-            nested = config[key]
+        nested = config.get(key)
+        if nested is not None:
             if not isinstance(nested, Mapping):
                 raise SourceError(
                     f"config.json: {key} is not an object", found=type(nested).__name__
@@ -119,16 +119,19 @@ def _evaluate(text: Mapping[str, Any], expression: str) -> Any:
         return None if value == _AUTO else value
     for operator, path in zip(rest[::2], rest[1::2], strict=True):
         factor = lookup(text, path)
-        if not _is_number(value) or not _is_number(factor) or (operator == "/" and factor == 0):
+        if not _is_factor(value) or not _is_factor(factor):
             return None
         value = value * factor if operator == "*" else value / factor
-    if math.isfinite(value) and math.isclose(value, round(value), rel_tol=_WRITTEN_DIGITS):
-        return round(value)
-    return value
+    nearest = round(value)
+    return nearest if math.isclose(value, nearest, rel_tol=_WRITTEN_DIGITS) else value
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_factor(value: Any) -> bool:
+    return _is_number(value) and 0 < value <= LARGEST_SIZE**2
 
 
 def listed_blocks(
@@ -224,8 +227,10 @@ def gate_of(
         return "softplus", None
     if not _is_number(bound):
         raise SourceError(f"config.json: lower bound {bound!r} is not a number", found=str(bound))
-    if not math.isfinite(bound) or bound >= 0:
-        raise NumericError(f"lower bound must be finite and below zero, found {bound}", found=bound)
+    if not -LARGEST_SIZE <= bound < 0:
+        raise NumericError(
+            f"lower bound must be finite and below zero, found {bound!s:.60}", found=str(bound)
+        )
     return "safe", float(bound)
 
 

@@ -32,7 +32,7 @@ from hybridstate.families.table import (
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 _BLOCK: Final = re.compile(
-    r"^(?P<root>(?:.*\.)?layers\.)(?P<index>\d+)\.(?P<module>[^.]+)\.(?P<rest>.+)$"
+    r"^(?P<root>(?:.*\.)?layers\.)(?P<index>[0-9]{1,6})\.(?P<module>[^.]+)\.(?P<rest>.+)$"
 )
 _DECAY_ENDS: Final = tuple({f".{family.a_log}" for family in FAMILIES})
 _HOMES: Final = {

@@ -307,6 +307,32 @@ def test_wrong_convolution_of_a_mamba2_layer_is_refused() -> None:
         detect(shapes, config)
 
 
+# --- hostile numbers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [10**400, 0, -1, float("nan"), float("inf"), "two", None, True])
+def test_a_factor_that_is_no_sensible_number_is_named(value: Any) -> None:
+    with pytest.raises(SourceError, match=r"head_dim \* expand_v"):
+        detect(*fla_gdn(expand_v=value))
+
+
+@pytest.mark.parametrize("value", [-(10**400), 0, 10**400, float("nan"), float("-inf")])
+def test_a_bound_that_is_no_sensible_number_is_refused(value: Any) -> None:
+    with pytest.raises(NumericError, match="finite and below zero"):
+        detect(*fla_kda(lower_bound=value))
+
+
+def test_a_block_number_of_five_thousand_digits_is_no_block() -> None:
+    shapes, config = fla_gdn()
+    shapes[f"model.layers.{'9' * 5000}.attn.A_log"] = (4,)
+    assert len(detect(shapes, config).layers) == 2
+
+
+def test_a_null_text_config_is_none() -> None:
+    shapes, config = fla_gdn()
+    assert detect(shapes, config | {"text_config": None}).name == "fla_gated_deltanet"
+
+
 # --- lists ---------------------------------------------------------------------------------------------
 
 
