@@ -230,7 +230,7 @@ def calibrate(
     """
     from hybridstate.provenance import check_output_folder
     from hybridstate.quality.calibration import assemble
-    from hybridstate.quant.calibration import fingerprint, record_batches, score, trajectory_store
+    from hybridstate.quant.calibration import record_batches, run_fields, score, trajectory_store
     from hybridstate.quant.catalogue import parse_list
     from hybridstate.quant.risk import check_k_hi
     from hybridstate.quant.simulate import simulate
@@ -247,8 +247,8 @@ def calibrate(
     channels = check_k_hi(k_hi, loaded.spec)
     names = parse_list(formats, loaded.spec)
     drawn = make_prompts(loaded.encode, texts, settings, seed=seed)
-    run = fingerprint(loaded, drawn, settings, seed)
-    with trajectory_store(target, run, len(loaded.spec.layers)) as store:
+    run = run_fields(loaded, drawn, settings, seed)
+    with trajectory_store(target, run, len(loaded.spec.layers), force=force) as store:
         generated = record_batches(loaded, drawn, settings, store, seed=seed, progress=progress)
         scores = score(
             loaded, drawn, settings, store, k_hi=channels, seed=seed, names=names, progress=progress

@@ -4,7 +4,7 @@ Trajectories are recorded batch by batch into a store. Scores read one layer at 
 gives the risk, the tuning split the objective J, and halves of all prompts tell how stable the choice is.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,22 +57,27 @@ def temperature_of(protocol: Protocol, checkpoint: Checkpoint) -> float:
     return 1.0 if checkpoint.name in EMBEDDED else 0.0
 
 
+def run_fields(
+    loaded: LoadedModel, prompts: tuple[Prompt, ...], protocol: Protocol, seed: int
+) -> dict[str, Any]:
+    """Everything that recorded trajectories depend on, field by field."""
+    return {
+        "algorithm_version": ALGORITHM_VERSION,
+        "model": loaded.checkpoint.digests(),
+        "prompts": [p.digest for p in prompts],
+        "protocol": protocol.to_json(),
+        "temperature": temperature_of(protocol, loaded.checkpoint),
+        "seed": seed,
+        "dtype": str(loaded.dtype),
+        "device": loaded.device.type,
+    }
+
+
 def fingerprint(
     loaded: LoadedModel, prompts: tuple[Prompt, ...], protocol: Protocol, seed: int
 ) -> str:
-    """sha256 of everything that recorded trajectories depend on."""
-    return sha256_json(
-        {
-            "algorithm_version": ALGORITHM_VERSION,
-            "model": loaded.checkpoint.digests(),
-            "prompts": [p.digest for p in prompts],
-            "protocol": protocol.to_json(),
-            "temperature": temperature_of(protocol, loaded.checkpoint),
-            "seed": seed,
-            "dtype": str(loaded.dtype),
-            "device": loaded.device.type,
-        }
-    )
+    """sha256 of `run_fields`."""
+    return sha256_json(run_fields(loaded, prompts, protocol, seed))
 
 
 def batches(prompts: tuple[Prompt, ...], protocol: Protocol) -> list[tuple[Prompt, ...]]:
@@ -83,7 +88,9 @@ def batches(prompts: tuple[Prompt, ...], protocol: Protocol) -> list[tuple[Promp
 
 
 @contextmanager
-def trajectory_store(output: Path | None, run: str, layers: int) -> Iterator[TrajectoryStore]:
+def trajectory_store(
+    output: Path | None, run: Mapping[str, Any], layers: int, *, force: bool = False
+) -> Iterator[TrajectoryStore]:
     """Where trajectories live: a hidden sibling of the output folder, or a temporary folder.
 
     Removed on success. After an error or an interruption it stays if a batch is finished, and the same
@@ -98,7 +105,8 @@ def trajectory_store(output: Path | None, run: str, layers: int) -> Iterator[Tra
                 store.close()
         return
     output = output.absolute()  # "." has no name to put a sibling beside
-    store = TrajectoryStore.open(output.with_name(f".{output.name}.trajectories"), run, layers)
+    beside = output.with_name(f".{output.name}.trajectories")
+    store = TrajectoryStore.open(beside, run, layers, force=force)
     try:
         yield store
     except BaseException:
@@ -118,12 +126,18 @@ def record_batches(
     store: TrajectoryStore,
     *,
     seed: int,
+    only: Collection[int] | None = None,
     progress: Progress | None = None,
 ) -> torch.Tensor:
-    """Record every batch that the store lacks; all generated tokens `[S, N]`."""
+    """Record every batch that the store lacks, or those of `only`; the generated tokens `[S, N]`.
+
+    A run split over processes records different `only` into stores of their own and merges them.
+    """
     groups = batches(prompts, protocol)
+    wanted = range(len(groups)) if only is None else sorted(only)
     total = len(groups) * protocol.new_tokens
-    for number, group in enumerate(groups):
+    for number in wanted:
+        group = groups[number]
         if store.has(number):
             continue
         before = number * protocol.new_tokens
@@ -142,7 +156,7 @@ def record_batches(
             progress=advance,
         )
         store.write(number, recording)
-    return store.read_all(len(groups), "generated", 0)
+    return torch.cat([store.read(number, "generated") for number in wanted])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,6 +1,6 @@
 """Recorded batches on disk: one file per batch, written whole or not at all, under one fingerprint.
 
-A folder holds `run.json` (fingerprint, algorithm version) and `batch-NNN.safetensors` with the
+A folder holds `run.json` (what the recording depends on, field by field) and `batch-NNN.safetensors` with the
 arrays of `Recording`: `generated`, and per linear layer `anchors.{ordinal}`, `weights.{ordinal}`,
 `mean_log_decay.{ordinal}`. Scores read one layer at a time, so memory is bounded by one layer of one batch.
 """
@@ -9,6 +9,7 @@ import importlib
 import json
 import secrets
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,48 +18,86 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hybridstate.errors import SourceError, UsageError
-from hybridstate.provenance import canonical_json, write_file
+from hybridstate.provenance import canonical_json, sha256_bytes, write_file
 from hybridstate.trajectories.protocol import ALGORITHM_VERSION
 from hybridstate.trajectories.record import Recording
 
 RUN_FILE = "run.json"
+NAMED = 4
+"""Differing fields that a message spells out; all of them are in its context."""
 
 
 class TrajectoryStore:
     """The batches of one calibration run."""
 
-    def __init__(self, folder: Path, fingerprint: str, layers: int) -> None:
+    def __init__(self, folder: Path, fields: Mapping[str, Any], layers: int) -> None:
         self.folder = folder
-        self.fingerprint = fingerprint
+        self.fields = fields
         self.layers = layers
         self._lock: Any = None
 
     @classmethod
-    def open(cls, folder: Path, fingerprint: str, layers: int) -> "TrajectoryStore":
-        """The store of a folder; batches of another fingerprint or algorithm version are discarded.
+    def open(
+        cls, folder: Path, fields: Mapping[str, Any], layers: int, *, force: bool = False
+    ) -> "TrajectoryStore":
+        """The store of a folder, with the batches that an earlier run of the same fields finished.
+
+        Args:
+            fields: everything that recorded numbers depend on.
+            force: discard the batches of another run instead of refusing them.
 
         Raises:
-            UsageError: the folder cannot be written, or another process records in it.
+            UsageError: the folder cannot be written, another process records in it, or it holds batches
+                of a run with other fields, which are named.
         """
-        store = cls(folder, fingerprint, layers)
+        store = cls(folder, fields, layers)
         try:
             store._claim()
         except OSError as error:
             raise UsageError(
                 f"cannot write {folder}: {error.strerror}", file=str(folder)
             ) from error
-        expected = {"algorithm_version": ALGORITHM_VERSION, "fingerprint": fingerprint}
         run = folder / RUN_FILE
-        try:
-            present = json.loads(run.read_text("utf-8"))
-        except (OSError, ValueError):
-            present = None
-        if present != expected:
-            if run.exists():  # ours, of another run: nothing else is ever deleted
-                for file in folder.glob("batch-*.safetensors"):
-                    file.unlink()
+        expected = {"algorithm_version": ALGORITHM_VERSION, "fields": fields}
+        present = _read_run(folder)
+        if present != json.loads(canonical_json(expected)):
+            batches = list(folder.glob("batch-*.safetensors")) if run.exists() else []
+            if batches and not force:
+                store.close()
+                raise _other_run(folder, present, expected, len(batches))
+            for file in batches:  # ours, of another run: nothing else is ever deleted
+                file.unlink()
             write_file(run, canonical_json(expected) + b"\n")
         return store
+
+    def merge(self, folder: Path) -> tuple[int, ...]:
+        """Copy the batches that another store of the same run has and this one lacks.
+
+        Returns:
+            the numbers of the copied batches.
+
+        Raises:
+            UsageError: that run's fields differ, named one by one.
+            SourceError: both have a batch, with other contents.
+        """
+        expected = {"algorithm_version": ALGORITHM_VERSION, "fields": self.fields}
+        present = _read_run(folder)
+        files = sorted(folder.glob("batch-*.safetensors"))
+        if present != json.loads(canonical_json(expected)):
+            raise _other_run(folder, present, expected, len(files))
+        copied = []
+        for file in files:
+            target = self.folder / file.name
+            if not target.exists():
+                write_file(target, file.read_bytes())
+                copied.append(int(file.stem.removeprefix("batch-")))
+            elif sha256_bytes(file.read_bytes()) != sha256_bytes(target.read_bytes()):
+                raise SourceError(
+                    f"{file} differs from the batch of that number in {self.folder}",
+                    hint="record it again on one device, or delete one of the two",
+                    file=str(file),
+                )
+        return tuple(copied)
 
     def _claim(self) -> None:
         """Keep other processes out until this one ends, however it ends."""
@@ -139,3 +178,44 @@ class TrajectoryStore:
         """Delete the folder, once the calibration that used it is written."""
         self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _read_run(folder: Path) -> Any:
+    """Contents of `run.json`, None if there are none."""
+    try:
+        return json.loads((folder / RUN_FILE).read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _other_run(folder: Path, present: Any, expected: Any, batches: int) -> UsageError:
+    changed = differences(present, json.loads(canonical_json(expected)))
+    named = "; ".join(changed[:NAMED]) + ("; ..." if len(changed) > NAMED else "")
+    return UsageError(
+        f"{folder} holds {batches} recorded batches of another run ({named})",
+        hint="repeat that run's options to resume it, or discard its batches with --force",
+        file=str(folder),
+        differences=changed,
+    )
+
+
+def differences(present: Any, expected: Any, where: str = "") -> list[str]:
+    """`field: there, here` for every field that differs, nested names with dots and indices."""
+    if isinstance(present, dict) and isinstance(expected, dict):
+        names = sorted(present.keys() | expected.keys())
+        inside = "" if where in ("", "fields") else f"{where}."
+        return [
+            line
+            for name in names
+            for line in differences(present.get(name), expected.get(name), inside + name)
+        ]
+    same_length = isinstance(present, list) and isinstance(expected, list)
+    if same_length and len(present) == len(expected):
+        return [
+            line
+            for place, (a, b) in enumerate(zip(present, expected, strict=True))
+            for line in differences(a, b, f"{where}[{place}]")
+        ]
+    if present == expected:
+        return []
+    return [f"{where or 'run.json'}: {present!s:.40} there, {expected!s:.40} here"]

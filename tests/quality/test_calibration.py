@@ -19,6 +19,7 @@ from hybridstate.trajectories import record as recording
 from hybridstate.trajectories.model import load_model
 from hybridstate.trajectories.prompts import make_prompts, shipped_texts
 from hybridstate.trajectories.protocol import protocol
+from hybridstate.trajectories.store import TrajectoryStore
 
 SMALL: dict[str, Any] = {
     "input_tokens": 32,
@@ -122,6 +123,98 @@ def test_a_killed_run_resumes_to_the_same_bytes(
     assert not (tmp_path / ".killed.trajectories").exists()
 
 
+def test_another_run_beside_the_output_is_named_and_only_force_discards_it(
+    tiny_gdn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stages, "score", interrupted)
+    monkeypatch.setattr("hybridstate.quant.calibration.score", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(tiny_gdn, tmp_path / "out")
+    monkeypatch.undo()
+    with pytest.raises(UsageError, match=r"temperature: 1.0 there, 0.5 here"):
+        calibrate(tiny_gdn, tmp_path / "out", temperature=0.5)
+    assert (tmp_path / ".out.trajectories" / "batch-000.safetensors").exists()
+    calibrate(tiny_gdn, tmp_path / "out", temperature=0.5, force=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_two_partial_runs_merge_to_the_bytes_of_a_whole_one(
+    tiny_kda: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrate(tiny_kda, tmp_path / "whole", batch=4)
+    loaded = load_model(tiny_kda)
+    settings = protocol("quick", temperature=1.0, batch=4, **SMALL)
+    prompts = make_prompts(loaded.encode, shipped_texts(), settings, seed=3)
+    run = stages.run_fields(loaded, prompts, settings, 3)
+    merged = tmp_path / ".merged.trajectories"  # where the verb looks for a run to resume
+    stores = [
+        TrajectoryStore.open(folder, run, len(loaded.spec.layers))
+        for folder in (merged, tmp_path / "second")
+    ]
+    for store, only in zip(stores, ({1}, {0, 2}), strict=True):
+        stages.record_batches(loaded, prompts, settings, store, seed=3, only=only)
+    assert stores[0].merge(stores[1].folder) == (0, 2)
+    for store in stores:
+        store.close()
+    monkeypatch.setattr(stages, "record", lambda *_, **__: pytest.fail("nothing is left to record"))
+    calibrate(tiny_kda, tmp_path / "merged", batch=4)
+    for file in ("calibration.json", "calibration.safetensors"):
+        assert (tmp_path / "merged" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+
+
+EVERY_KIND = (
+    "fp8,int8-step,int8-step+reorder,int8-step-stochastic,int4+reorder,nvfp4,damp,damp+reorder,"
+    "damp-per-head,damp-nvfp4,damp-k4,damp-energy,damp-error-only,damp-retention-only,"
+    "damp-random+reorder,int8-feedback-int4,int8-every-4,damp-every-4"
+)
+
+
+@pytest.mark.parametrize("name", ["tiny_gdn", "tiny_kda"])
+def test_every_kind_of_arm_runs_and_its_numbers_are_written(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    model = request.getfixturevalue(name)
+    calibrate(model, tmp_path / "a", formats=EVERY_KIND)
+    calibrate(model, tmp_path / "b", formats=EVERY_KIND)
+    for file in ("calibration.json", "calibration.safetensors"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    document = json.loads((tmp_path / "a" / "calibration.json").read_text())
+    rows = {row["format"]: row for row in document["validation"]}
+    gdn = name == "tiny_gdn"
+    bundled = (
+        load_model(model).spec.layers[0].key_heads != load_model(model).spec.layers[0].value_heads
+    )
+    assert ("damp-retention-only" in document["skipped"]) == gdn
+    assert ("damp-per-head" in document["skipped"]) != bundled
+    assert set(rows) | set(document["skipped"]) == {"fp32", *EVERY_KIND.split(",")}
+    objective = document["objective"]
+    assert not {"int8-every-4", "int8-feedback-int4", "damp-every-4"} & set(objective)
+    assert objective["int8-step+reorder"] <= objective["int8-step"]
+    assert objective["damp-energy"] >= 0
+    if bundled:
+        assert document["key_order_gap"]["damp"] >= -0.05
+    assert rows["int8-every-4"]["bits_with_ring"] > rows["int8-every-4"]["bits_per_value"]
+    assert rows["damp-k4"]["bits_per_value"] > rows["damp"]["bits_per_value"]
+    assert 0 < document["error_concentration"]["plain"]["mean_over_heads"] <= 1
+    assert 0 < document["error_concentration"]["reordered"]["pooled"] <= 1
+    assert -1 <= document["risk_prediction"]["damp"]["spearman"] <= 1
+    heads = sum(layer.value_heads for layer in load_model(model).spec.layers)
+    assert sum(c["heads"] for c in document["value_maps"]["damp+reorder"]) == heads
+    assert set(document["selector_agreement"]) == {"damp", "error-only", "energy"} | (
+        set() if gdn else {"retention-only"}
+    )
+    arrays = load_file(tmp_path / "a" / "calibration.safetensors")
+    layer = load_model(model).spec.layers[0]
+    start = f"layers.{layer.index}."
+    assert arrays[start + "value_scale"].shape == (layer.value_heads, layer.value_dim)
+    assert arrays[start + "value_order"].dtype == np.int16
+    assert arrays[start + "protected_reorder"].shape == (layer.value_heads, 2)
+    assert read_calibration(tmp_path / "a").k_hi == 2  # a plan reads it and leaves the maps alone
+
+
 def test_an_early_failure_leaves_nothing(
     tiny_gdn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +252,7 @@ def test_loops_and_saturation_are_reported(tiny_gdn: Path) -> None:
     loaded = load_model(tiny_gdn)
     settings = protocol("quick", **SMALL)
     prompts = make_prompts(loaded.encode, shipped_texts(), settings, seed=0)
-    with stages.trajectory_store(None, "run", len(loaded.spec.layers)) as store:
+    with stages.trajectory_store(None, {"run": 1}, len(loaded.spec.layers)) as store:
         generated = stages.record_batches(loaded, prompts, settings, store, seed=0)
         scores = stages.score(loaded, prompts, settings, store, k_hi=8, seed=0)
     found = simulate(loaded, prompts[:1], generated[:1], scores.arms, chunk=64, batch=6)

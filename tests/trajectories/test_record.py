@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridstate.errors import NumericError, UsageError
+from hybridstate.errors import NumericError, SourceError, UsageError
 from hybridstate.trajectories.model import (
     LoadedModel,
     decode,
@@ -152,29 +152,67 @@ def test_prefix_observation_averages_log_decays_over_the_prefix(loaded: LoadedMo
     assert_within(seen.states[2], recurrent_states(cache)[2], "replay-logits-f32")
 
 
-def test_store_returns_what_was_written_and_forgets_other_runs(tmp_path: Path) -> None:
-    def batch(value: float) -> Recording:
-        return Recording(
-            torch.full((2, 5), int(value)),
-            (torch.full((1, 2, 3, 4, 6), value),),
-            (torch.full((1, 2, 3), value, dtype=torch.float64),),
-            (torch.full((2, 3), -value, dtype=torch.float64),),
-        )
+def batch(value: float) -> Recording:
+    return Recording(
+        torch.full((2, 5), int(value)),
+        (torch.full((1, 2, 3, 4, 6), value),),
+        (torch.full((1, 2, 3), value, dtype=torch.float64),),
+        (torch.full((2, 3), -value, dtype=torch.float64),),
+    )
 
-    store = TrajectoryStore.open(tmp_path / "run", "abc", 1)
+
+RUN = {"seed": 0, "protocol": {"horizon": 256, "windows": [0, 2048]}, "prompts": ["a", "b"]}
+OTHER = {"seed": 1, "protocol": {"horizon": 256, "windows": [0, 1024]}, "prompts": ["a", "c"]}
+CHANGES = [
+    "prompts[1]: b there, c here",
+    "protocol.windows[1]: 2048 there, 1024 here",
+    "seed: 0 there, 1 here",
+]
+
+
+def test_store_returns_what_was_written_and_names_how_another_run_differs(tmp_path: Path) -> None:
+    store = TrajectoryStore.open(tmp_path / "run", RUN, 1)
     assert not store.has(0)
     store.write(0, batch(1.0))
     store.write(1, batch(2.0))
     with pytest.raises(UsageError, match="another process is calibrating"):
-        TrajectoryStore.open(tmp_path / "run", "abc", 1)
+        TrajectoryStore.open(tmp_path / "run", RUN, 1)
     store.close()
-    again = TrajectoryStore.open(tmp_path / "run", "abc", 1)
+    again = TrajectoryStore.open(tmp_path / "run", RUN, 1)
     assert again.has(0)
     assert again.read_all(2, "generated", 0).tolist() == [[1] * 5] * 2 + [[2] * 5] * 2
     assert again.read_all(2, "anchors.0", 1).shape == (1, 4, 3, 4, 6)
     assert not list((tmp_path / "run").glob(".*partial*"))
     again.close()
-    other = TrajectoryStore.open(tmp_path / "run", "def", 1)
+    with pytest.raises(UsageError, match="2 recorded batches of another run") as refused:
+        TrajectoryStore.open(tmp_path / "run", OTHER, 1)
+    assert refused.value.context["differences"] == CHANGES
+    other = TrajectoryStore.open(tmp_path / "run", OTHER, 1, force=True)
     assert not other.has(0)
     other.remove()
     assert not (tmp_path / "run").exists()
+
+
+def test_two_partial_stores_merge_and_other_runs_do_not(tmp_path: Path) -> None:
+    first = TrajectoryStore.open(tmp_path / "a", RUN, 1)
+    second = TrajectoryStore.open(tmp_path / "b", RUN, 1)
+    first.write(0, batch(1.0))
+    second.write(0, batch(1.0))
+    second.write(1, batch(2.0))
+    assert first.merge(second.folder) == (1,)
+    assert first.read_all(2, "generated", 0).tolist() == [[1] * 5] * 2 + [[2] * 5] * 2
+    second.write(1, batch(3.0))
+    with pytest.raises(SourceError, match="differs from the batch of that number"):
+        first.merge(second.folder)
+    other = TrajectoryStore.open(tmp_path / "c", OTHER, 1)
+    other.write(2, batch(4.0))
+    with pytest.raises(UsageError, match="another run") as refused:
+        first.merge(other.folder)
+    assert [change.split(":")[0] for change in refused.value.context["differences"]] == [
+        change.split(":")[0] for change in CHANGES
+    ]
+    assert not first.has(2)
+    with pytest.raises(UsageError, match=r"run\.json: None there"):
+        first.merge(tmp_path / "absent")
+    for store in (first, second, other):
+        store.close()
