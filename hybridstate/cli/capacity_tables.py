@@ -71,8 +71,12 @@ def _states(out: Output, found: "Capacity") -> None:
         ],
         note="x: dense over these bytes. A number is a cutoff W_max (ragged); full adds the BF16 convolution state of "
         f"{dense.conv_bytes:,} bytes. int8-checkpoint and + int8: stored prefixes in INT8, one FP32 "
-        f"scale per key channel. live, packed: {found.k_hi} FP16 key channels, the rest INT8 in "
-        "groups of 32",
+        "scale per key channel"
+        + (
+            ""
+            if found.packed is None
+            else f". live, packed: {found.k_hi} FP16 key channels, the rest INT8 in groups of 32"
+        ),
     )
 
 
@@ -100,7 +104,7 @@ def _slots(out: Output, found: "Capacity", budget: int) -> None:
 def _requests(out: Output, found: "Capacity", budget: int) -> None:
     from hybridstate.plan.capacity import RESERVATIONS
 
-    for live in (found.dense, found.packed):
+    for live in found.lives:
         out.table(
             f"requests at once in {size(budget)} per rank, live states {_live(live)}",
             ("cached as", *(plan.name for plan in RESERVATIONS)),
@@ -131,7 +135,7 @@ _EXPERIMENTAL = (
 def _cached(out: Output, found: "Capacity", budget: int, requests: int) -> None:
     from hybridstate.plan.capacity import RESERVATIONS
 
-    for live in (found.dense, found.packed):
+    for live in found.lives:
         out.table(
             f"cached prefixes beside {requests:,} requests, live states {_live(live)}",
             ("cached as", *(plan.name for plan in RESERVATIONS)),

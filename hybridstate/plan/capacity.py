@@ -150,7 +150,7 @@ class Capacity:
         unit: `head` or `channel`.
         k_hi: FP16 key channels of the packed live state.
         placements: one per cutoff, ascending.
-        dense, packed: the two live formats.
+        dense, packed: the two live formats; no packed one for models without a delta rule.
         checkpoints: cached formats: each cutoff, int8-checkpoint, each cutoff with INT8.
         budget: bytes per rank, and `requests` wanted at once, None if not asked.
         wanted: per reservation, if both were given.
@@ -162,7 +162,7 @@ class Capacity:
     k_hi: int
     placements: tuple[Placement, ...]
     dense: State
-    packed: State
+    packed: State | None
     checkpoints: tuple[State, ...]
     budget: int | None = None
     requests: int | None = None
@@ -171,7 +171,12 @@ class Capacity:
     @property
     def states(self) -> tuple[State, ...]:
         """Every format, dense first."""
-        return (self.dense, *self.checkpoints, self.packed)
+        return (self.dense, *self.checkpoints, *self.lives[1:])
+
+    @property
+    def lives(self) -> tuple[State, ...]:
+        """The live formats, dense first."""
+        return (self.dense,) if self.packed is None else (self.dense, self.packed)
 
     def arms(self, live: State) -> tuple[Arm, ...]:
         """One pool of `live` states, then beside every checkpoint format."""
@@ -197,9 +202,7 @@ class Capacity:
                 {"name": r.name, "strategy": r.strategy, "sized": r.sized, "held": r.held}
                 for r in RESERVATIONS
             ]
-            document["arms"] = [
-                self._arm(arm) for live in (self.dense, self.packed) for arm in self.arms(live)
-            ]
+            document["arms"] = [self._arm(arm) for live in self.lives for arm in self.arms(live)]
         if self.wanted:
             document["smallest_w_max"] = {
                 w.plan.name: {"dense": w.dense, "fp32": w.fp32, "int8": w.int8} for w in self.wanted
@@ -288,7 +291,9 @@ def capacity(
         k_hi=k_hi,
         placements=placements,
         dense=dense,
-        packed=State("live, packed", None, "packed", sum(heads), conv),
+        packed=State("live, packed", None, "packed", sum(heads), conv)
+        if not spec.family.analysis_only
+        else None,
         checkpoints=(
             *(State(f"W_max {w}", w, "fp32", n * fp32, conv, rank) for w, n, rank in cut),
             State("int8-checkpoint", None, "int8-checkpoint", units * int8, conv),

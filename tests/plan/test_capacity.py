@@ -1,5 +1,6 @@
 """Slots, requests and cutoffs in a budget: identities, minimality, and the sizes of other rooms."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -69,6 +70,15 @@ def test_states_are_those_of_the_placement_and_the_codec() -> None:
         assert state.rank == placement.bottleneck
     for state, placement in zip(found.checkpoints[5:], found.placements, strict=True):
         assert state.temporal_bytes == placement.slot_units * (128 + 4)
+
+
+def test_models_without_a_delta_rule_have_no_packed_live_state() -> None:
+    spec = SPECS["qwen3_next"]
+    spec = replace(spec, family=replace(spec.family, analysis_only=True))
+    found = capacity(spec, [], [], tp=8, budget=GIB)
+    assert found.packed is None
+    assert found.lives == (found.dense,)
+    assert {arm["live"] for arm in found.to_json()["arms"]} == {"dense"}
 
 
 def test_units_of_a_head_carry_one_scale_per_key_channel() -> None:

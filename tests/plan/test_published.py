@@ -161,6 +161,7 @@ def test_packed_live_state_of_figure_1_of_the_other_paper() -> None:
     found = capacity(SPECS["kimi_linear"], [], [], tp=RANKS)
     values = found.dense.temporal_bytes // 4
     assert found.k_hi == 16
+    assert found.packed is not None
     assert 8 * found.packed.temporal_bytes / values == 9.875
     assert found.dense.full_bytes / found.packed.full_bytes == pytest.approx(3.011, abs=5e-4)
 
