@@ -284,12 +284,7 @@ def _best_swap(
     afterwards is the largest of both ranks and of all the others; the sum of squares changes by
     2 d (d - L_left + L_right).
     """
-    tp = len(loads)
-    others = np.zeros((tp, tp), np.int64)
-    for a in range(tp):
-        for b in range(tp):
-            rest = [int(loads[r]) for r in range(tp) if r not in (a, b)]
-            others[a, b] = max(rest, default=0)
+    others = _largest_elsewhere(loads)
     giving, taking = loads[left], loads[right]
     change = 2 * gain * (gain - giving + taking)
     peak = np.maximum(np.maximum(giving - gain, taking + gain), others[left, right])
@@ -303,6 +298,15 @@ def _best_swap(
     chosen = candidates[lowest[np.argmin(changes[lowest])]]  # argmin keeps the first of equals
     layer, pair = divmod(int(chosen), gain.shape[1])
     return layer, pair
+
+
+def _largest_elsewhere(loads: Integers) -> Integers:
+    """Largest load of the ranks other than a and b, `[P, P]`; 0 where there is no other."""
+    a, b = np.meshgrid(np.arange(len(loads)), np.arange(len(loads)), indexing="ij")
+    found = np.zeros_like(a)
+    for rank in np.argsort(-loads, kind="stable")[:3][::-1]:  # of three, one is neither a nor b
+        found = np.where((a != rank) & (b != rank), loads[rank], found)
+    return found
 
 
 def packed_sources(costs: Integers, owner: Integers) -> NDArray[np.int64]:
