@@ -400,6 +400,9 @@ def _glm5_next() -> Released:
         "num_experts_per_tok": 8,
         "first_k_dense_replace": 3,
         "hc_mult": 4,
+        "index_n_heads": 32,
+        "index_head_dim": 128,
+        "index_kpool": 4,
         "num_nextn_predict_layers": 1,
         "linear_attn_config": {
             "kda_layers": kda,  # counts from zero
@@ -415,17 +418,24 @@ def _glm5_next() -> Released:
         "architectures": ["Glm5NextForConditionalGeneration"],
         "model_type": "glm5_next",
         "text_config": text,
+        "vision_config": {
+            "depth": 24,
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_heads": 16,
+            "projection_intermediate_size": 10240,
+        },
     }
     return Released(
         name="GLM-5.3-Flash",
         repo="zai-org/GLM-5.3-Flash",
         family="glm5_next",
         config=config,
-        tensors=lambda: layouts.glm5_next(config, experts="F8_E4M3"),
+        tensors=lambda: layouts.glm5_next(config),
         linear=tuple(kda),
         sizes=(64, 64, 128, 128, 4),
-        inferred="decay dtypes (F32); which linear weights are FP8; vision tensors left out; shard split",
-        expected={"gate": ("safe", -5.0)},
+        inferred="sizes of the vision tensors; shard split",
+        expected={"gate": ("safe", -5.0), "tensors": 76_108},
     )
 
 

@@ -229,7 +229,13 @@ def _kda(
 
 
 def _mla(
-    prefix: str, c: Config, *, output: str = "o_proj", gate_rows: int = 0, dtype: str = "BF16"
+    prefix: str,
+    c: Config,
+    *,
+    output: str = "o_proj",
+    gate_rows: int = 0,
+    dtype: str = "BF16",
+    kv_b: str | None = None,
 ) -> Iterator[Tensor]:
     hidden, heads, rank = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"]
     rope, nope, value = c["qk_rope_head_dim"], c["qk_nope_head_dim"], c["v_head_dim"]
@@ -241,7 +247,7 @@ def _mla(
         yield from linear(prefix + "q_proj", heads * (nope + rope), hidden, dtype=dtype)
     yield from linear(prefix + "kv_a_proj_with_mqa", rank + rope, hidden, dtype=dtype)
     yield vector(prefix + "kv_a_layernorm.weight", rank)
-    yield from linear(prefix + "kv_b_proj", heads * (nope + value), rank, dtype=dtype)
+    yield from linear(prefix + "kv_b_proj", heads * (nope + value), rank, dtype=kv_b or dtype)
     if gate_rows:
         yield from linear(prefix + "g_proj", gate_rows, hidden)
     yield from linear(prefix + output, hidden, heads * value, dtype=dtype)
@@ -322,41 +328,91 @@ def kimi_k3(config: Config) -> Iterator[Tensor]:
     yield from linear("vision_tower.patch_embed.proj", 1152, 588)
 
 
-def glm5_next(config: Config, *, experts: str) -> Iterator[Tensor]:
-    """`experts`: dtype of attention, MLP and expert weights; KDA tensors stay as they were trained."""
+def glm5_next(config: Config) -> Iterator[Tensor]:
+    """Block FP8 in MLA, MLP and experts; KDA, indexer and hyper-connections as they were trained."""
     c, root = config["text_config"], "model.language_model."
-    hidden, attn, streams = c["hidden_size"], c["linear_attn_config"], c["hc_mult"]
-    heads, dim = attn["num_heads"], attn["head_dim"]
+    hidden, attn, layers = c["hidden_size"], c["linear_attn_config"], c["num_hidden_layers"]
+    heads, dim, streams = attn["num_heads"], attn["head_dim"], c["hc_mult"]
     yield from linear(root + "embed_tokens", c["vocab_size"], hidden)
-    for i in range(c["num_hidden_layers"] + 1):  # the last one predicts several tokens
+    for i in range(layers + 1):  # the last one predicts several tokens
         layer = f"{root}layers.{i}."
         for norm in ("input_layernorm", "post_attention_layernorm"):
             yield vector(f"{layer}{norm}.weight", hidden)
-        for part in ("attn", "ffn"):
-            size = streams * (streams + 2)
-            yield vector(f"{layer}hc_{part}_base", size, "F32")
-            yield f"{layer}hc_{part}_fn", "F32", (size, streams * hidden)
-            yield vector(f"{layer}hc_{part}_scale", 3, "F32")
         if i in attn["kda_layers"]:
-            yield from _kda(
-                layer + "self_attn.", hidden, heads, dim, a_log=(heads,), f="low", g="low"
-            )
+            name, shape = layer + "self_attn.", (heads,)
+            yield from _kda(name, hidden, heads, dim, a_log=shape, f="low", g="low")
         else:
-            yield from _mla(layer + "self_attn.", c, dtype=experts)
-            yield from linear(layer + "self_attn.indexer.wq_b", 32 * 128, c["q_lora_rank"])
-            yield from linear(layer + "self_attn.indexer.wk", 128, hidden)
-            yield from linear(layer + "self_attn.indexer.weights_proj", 32, hidden)
+            yield from _mla(layer + "self_attn.", c, dtype="F8_E4M3", kv_b="BF16")
+            yield from _indexer(layer + "self_attn.indexer.", c)
+        if i < layers:
+            for part in ("attn", "ffn"):
+                size = streams * (streams + 2)
+                yield vector(f"{layer}hc_{part}_base", size, "F32")
+                yield f"{layer}hc_{part}_fn", "BF16", (size, streams * hidden)
+                yield vector(f"{layer}hc_{part}_scale", 3, "F32")
+        else:
+            yield from linear(layer + "eh_proj", hidden, 2 * hidden)
+            for norm in ("enorm", "hnorm", "shared_head.norm"):
+                yield vector(f"{layer}{norm}.weight", hidden)
         if i < c["first_k_dense_replace"]:
-            yield from gated_mlp(layer + "mlp.", hidden, c["intermediate_size"], dtype=experts)
+            yield from gated_mlp(layer + "mlp.", hidden, c["intermediate_size"], dtype="F8_E4M3")
             continue
         yield from linear(layer + "mlp.gate", c["n_routed_experts"], hidden)
         yield vector(layer + "mlp.gate.e_score_correction_bias", c["n_routed_experts"], "F32")
         inner = c["moe_intermediate_size"]
         for e in range(c["n_routed_experts"]):
-            yield from gated_mlp(f"{layer}mlp.experts.{e}.", hidden, inner, dtype=experts)
-        yield from gated_mlp(layer + "mlp.shared_experts.", hidden, inner, dtype=experts)
+            yield from gated_mlp(f"{layer}mlp.experts.{e}.", hidden, inner, dtype="F8_E4M3")
+        yield from gated_mlp(layer + "mlp.shared_experts.", hidden, inner, dtype="F8_E4M3")
     yield vector(root + "norm.weight", hidden)
     yield from linear("lm_head", c["vocab_size"], hidden)
+    yield from _glm_vision(config["vision_config"], hidden)
+
+
+def _indexer(prefix: str, c: Config) -> Iterator[Tensor]:
+    hidden, heads, dim = c["hidden_size"], c["index_n_heads"], c["index_head_dim"]
+    yield from linear(prefix + "wq_b", heads * dim, c["q_lora_rank"])
+    yield from linear(prefix + "wk", dim, hidden)
+    yield vector(prefix + "k_norm.weight", dim)
+    yield vector(prefix + "k_norm.bias", dim)
+    yield from linear(prefix + "weights_proj", heads, hidden)
+    yield prefix + "index_kpool_compress_ape", "BF16", (c["index_kpool"], dim)
+    yield prefix + "index_kpool_compress_gate", "BF16", (dim, hidden)
+
+
+def _glm_vision(c: Config, out: int) -> Iterator[Tensor]:
+    hidden, inner, projected = (
+        c["hidden_size"],
+        c["intermediate_size"],
+        c["projection_intermediate_size"],
+    )
+    root = "model.visual."
+    yield root + "patch_embed.proj.weight", "BF16", (hidden, 3, 2, 14, 14)
+    yield vector(root + "patch_embed.proj.bias", hidden)
+    for i in range(c["depth"]):
+        block = f"{root}blocks.{i}."
+        for name, rows, columns in (
+            ("attn.qkv", 3 * hidden, hidden),
+            ("attn.proj", hidden, hidden),
+            ("mlp.gate_proj", inner, hidden),
+            ("mlp.up_proj", inner, hidden),
+            ("mlp.down_proj", hidden, inner),
+        ):
+            yield from linear(block + name, rows, columns)
+            yield vector(f"{block}{name}.bias", rows)
+        for norm, size in (
+            ("norm1", hidden),
+            ("norm2", hidden),
+            ("attn.q_norm", hidden // c["num_heads"]),
+            ("attn.k_norm", hidden // c["num_heads"]),
+        ):
+            yield vector(f"{block}{norm}.weight", size)
+    yield vector(root + "post_layernorm.weight", hidden)
+    yield root + "downsample.weight", "BF16", (out, hidden, 2, 2)
+    yield vector(root + "downsample.bias", out)
+    yield from linear(root + "merger.proj", out, out)
+    yield vector(root + "merger.post_projection_norm.weight", out)
+    yield vector(root + "merger.post_projection_norm.bias", out)
+    yield from gated_mlp(root + "merger.", out, projected)
 
 
 def ling3(c: Config) -> Iterator[Tensor]:

@@ -75,7 +75,12 @@ GDN_FAMILIES: Final[tuple[Family, ...]] = (
     replace(
         QWEN3_5,
         name="qwen4_exp",
-        model_types=("qwen4_exp", "qwen4_exp_text", "qwen3_8_flash_next_text"),
+        model_types=(
+            "qwen4_exp",
+            "qwen4_exp_text",
+            "qwen3_8_flash_next",  # its later name
+            "qwen3_8_flash_next_text",
+        ),
         runtime=_runtime("qwen4_exp", "Qwen4Exp", "Qwen4ExpTextGatedDeltaNet"),
     ),
     QWEN3_NEXT,

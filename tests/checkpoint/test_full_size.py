@@ -82,7 +82,7 @@ def test_sizes_are_those_of_the_releases() -> None:
     assert round(size("Qwen3.8-2.4T-A95B") / 1e12, 2) == 4.89
     super_120b = BY_NAME["NVIDIA-Nemotron-3-Super-120B-A12B-BF16"]
     assert parameters(super_120b) == pytest.approx(123_611_033_088 - 2_942_324_736, rel=1e-4)
-    for name in ("Olmo-Hybrid-7B", "Ling-3.0-tiny"):
+    for name in ("Olmo-Hybrid-7B", "Ling-3.0-tiny", "GLM-5.3-Flash"):
         assert sum(1 for _ in BY_NAME[name].tensors()) == BY_NAME[name].expected["tensors"]
 
 
