@@ -56,7 +56,12 @@ def refusal(
             model=repo,
         )
     if "disabled" in said.lower():
-        return SourceError(f"{repo} has been disabled by the Hub", reason="disabled", model=repo)
+        return SourceError(
+            f"{repo} has been disabled by the Hub",
+            hint=f"see {page}, or choose another model",
+            reason="disabled",
+            model=repo,
+        )
     if code == "RepoNotFound" or status in (401, 404):
         seen = (
             "the account in use does not see it"
@@ -101,6 +106,7 @@ def unexpected(response: Any, what: str) -> SourceError:
 def too_long(what: str, found: int, limit: int) -> SourceError:
     return SourceError(
         f"{what} has {found} bytes or more, at most {limit} are accepted",
+        hint="this is not what a model has under that name; try another revision",
         reason="too-long",
         found=found,
         expected=limit,

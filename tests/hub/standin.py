@@ -5,6 +5,7 @@ which files redirect when asked to, as the Hub redirects to its object store.
 """
 
 import json
+import random
 import re
 import sys
 import threading
@@ -19,6 +20,25 @@ from urllib.parse import unquote, urlsplit
 
 FIRST_COMMIT = "1" * 40
 SECOND_COMMIT = "2" * 40
+
+
+_GARBAGE = {
+    "Content-Range": ("", "bytes", "bytes 0-7/*", "bytes */8", "bytes 7-0/8", "bytes 0-7/" + "9" * 400,
+                      "items 0-7/8", "\xff"),
+    "Content-Length": ("0", "7", "100000", "99999999999999999999999", "-1", "x"),
+    "Content-Encoding": ("gzip", "br", "identity", "\xe9"),
+    "Location": ("", "/", "//", "http://", "ftp://127.0.0.1/x", "http://127.0.0.1:1/", "http://[::1",
+                 "\x00", "http://a b/", "?", "file:///etc/passwd"),
+    "Retry-After": ("0", "-1", "soon", "1e3", "999999", "0.01"),
+    "RateLimit": ("", '"api";r=0;t=', '"api";r=0;t=0', "\xff"),
+    "X-Error-Code": ("GatedRepo", "EntryNotFound", "\x1b[31m", "?" * 5000),
+    "X-Error-Message": ("Access to this resource is disabled.", "\x1b[2J",
+                        "invalid credentials in authorization header"),
+    "X-Repo-Commit": ("1" * 40, "", "..", "\x1b[31m"),
+    "ETag": ("", "\xff"),
+    "Transfer-Encoding": ("chunked", "x"),
+    "Set-Cookie": ("a=b; Domain=..", ";;;"),
+}  # fmt: skip
 
 
 @dataclass
@@ -71,6 +91,7 @@ class StandIn:
         self.faults: list[Fault] = []
         self.log: list[Seen] = []
         self.lock = threading.Lock()
+        self.chaos: random.Random | None = None
         self.hub = _server(self, "hub")
         self.storage = _server(self, "storage")
         self.signature = 1
@@ -81,6 +102,7 @@ class StandIn:
 
     def reset(self) -> None:
         """Forget repositories, faults and log."""
+        self.chaos = None
         self.repos.clear()
         self.faults.clear()
         self.log.clear()
@@ -144,6 +166,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
+        if self.stand_in.chaos is not None and self.stand_in.chaos.random() < 0.3:
+            self._chaos(self.stand_in.chaos)
+            return
         fault = self.stand_in.take_fault(self.path)
         if fault is not None and self._misbehave(fault, path):
             return
@@ -283,6 +308,45 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(307, b"", {"Location": self.path.replace("/old/", "/org/")})
             return True
         return self._misbehave_in_the_body(fault, path)
+
+    def _chaos(self, rng: random.Random) -> None:
+        """A status, headers and a body that belong to nothing."""
+        status = rng.choice(
+            (
+                200,
+                200,
+                206,
+                206,
+                206,
+                204,
+                301,
+                302,
+                304,
+                307,
+                400,
+                401,
+                403,
+                404,
+                416,
+                418,
+                500,
+                503,
+                599,
+            )
+        )
+        body = rng.randbytes(rng.choice((0, 1, 8, 100, 5000)))
+        headers = {
+            name: rng.choice(values) for name, values in _GARBAGE.items() if rng.random() < 0.4
+        }
+        if rng.random() < 0.5 and "Range" in self.headers:
+            start, end = self.headers["Range"].removeprefix("bytes=").split("-")
+            size = int(end) - int(start) + 1
+            body = rng.randbytes(size) if size < 1_000_000 else body
+            headers["Content-Range"] = (
+                f"bytes {start}-{end}/{rng.choice((int(end) + 1, 27863, 10**12))}"
+            )
+        self.close_connection = True
+        self._answer(status, body, headers)
 
     def _misbehave_in_the_body(self, fault: Fault, path: str) -> bool:
         kind = fault.kind

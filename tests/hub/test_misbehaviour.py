@@ -1,7 +1,9 @@
 """A Hub, a proxy or a network that misbehaves: retried where that helps, else told apart in one line."""
 
 import json
+import random
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -243,3 +245,27 @@ def test_a_token_is_never_printed(hub: StandIn, read: Reader) -> None:
     read(environment={"HF_TOKEN": None}, offline=True)
     assert f"Bearer {SECRET}" in {seen.authorization for seen in hub.log}
     assert not [f for f in read.cache.rglob("*") if f.is_file() and SECRET in f.read_text("latin1")]
+
+
+def test_answers_that_make_no_sense_are_survived(
+    hub: StandIn, read: Reader, tiny_kda_shards: Path
+) -> None:
+    """Every third answer is random in status, headers and body: one clear error or the right result."""
+    right = open_checkpoint(tiny_kda_shards).digests()
+    hub.chaos = random.Random(20261130)
+    outcomes = Counter[str]()
+    for number in range(60):
+        read.cache = read.cache.with_name(f"cache-{number}")
+        found = read()
+        if found["ok"]:
+            assert found["digests"] == right
+            outcomes["right"] += 1
+            continue
+        assert found["exit"] == 3, found
+        text = found["message"] + found["hint"]
+        assert "\n" not in text
+        assert "\x1b" not in text
+        assert len(text) < 1000
+        outcomes[found["context"].get("reason", "header")] += 1
+    assert outcomes["right"] >= 1
+    assert len(outcomes) >= 5
