@@ -202,10 +202,14 @@ def precision(result: Result) -> str:
     for row in result["validation"]:
         spread = row["kl_error"]
         kl = f"{row['kl']:.2e}" + (f" ± {spread:.0e}" if spread is not None else "")
+        bits = f"{row['bits_per_value']:g}"
+        ring = row.get("bits_per_value_with_ring", row["bits_per_value"]) - row["bits_per_value"]
+        if ring:
+            bits += f" + {ring:.3g} ring"
         rows.append(
             [
                 row["format"],
-                f"{row['bits_per_value']:g}",
+                bits,
                 "0" if row["kl"] == 0 else kl,
                 percent(row["top1"], 2),
                 small(row["state_error"]),

@@ -229,7 +229,7 @@ def _tables(out: Output, found: "Calibration") -> None:
         [
             (
                 row.format,
-                row.bits_per_value,
+                _bits(row.bits_per_value, row.bits_per_value_with_ring),
                 row.kl,
                 row.kl_error,
                 f"{100 * row.top1:.2f}",
@@ -245,6 +245,12 @@ def _tables(out: Output, found: "Calibration") -> None:
     out.table("how the channels were chosen", ("quantity", "value"), _choice(document))
     for name, reason in document["skipped"].items():
         out.note(f"{name} was left out: {reason}")
+
+
+def _bits(packed: float, with_ring: float) -> str:
+    """Bits of a value, and what recent inputs add where writes are deferred."""
+    ring = with_ring - packed
+    return f"{packed:g}" if ring == 0 else f"{packed:g} + {ring:.3g} ring"
 
 
 def _choice(document: dict[str, Any]) -> list[tuple[str, object]]:

@@ -22,7 +22,7 @@ class Divergence:
     Attributes:
         format: name of the arm.
         bits_per_value: of a state value, scales and residuals included.
-        bits_with_ring: the same with the inputs kept between two writes; equal where every update writes.
+        bits_per_value_with_ring: the same with the inputs kept between two writes; equal where every update writes.
         kl, kl_error: mean KL(FP32 || format) per position in nats, and its standard error.
         top1: share of positions where both prefer the same token.
         perplexity_ratio: perplexity of the teacher's tokens over that under FP32.
@@ -35,7 +35,7 @@ class Divergence:
 
     format: str
     bits_per_value: float
-    bits_with_ring: float
+    bits_per_value_with_ring: float
     kl: float
     kl_error: float | None
     top1: float
@@ -68,7 +68,7 @@ def divergences(
             Divergence(
                 format=arm.name,
                 bits_per_value=bits,
-                bits_with_ring=bits + arm.ring_bits(layer, per_channel=per_channel),
+                bits_per_value_with_ring=bits + arm.ring_bits(layer, per_channel=per_channel),
                 kl=float(kl.mean()),
                 kl_error=standard_error(kl),
                 top1=float(simulation.same_top[place].mean()),

@@ -196,7 +196,7 @@ def test_every_kind_of_arm_runs_and_its_numbers_are_written(
     assert objective["damp-energy"] >= 0
     if bundled:
         assert document["key_order_gap"]["damp"] >= -0.05
-    assert rows["int8-every-4"]["bits_with_ring"] > rows["int8-every-4"]["bits_per_value"]
+    assert rows["int8-every-4"]["bits_per_value_with_ring"] > rows["int8-every-4"]["bits_per_value"]
     assert rows["damp-k4"]["bits_per_value"] > rows["damp"]["bits_per_value"]
     assert 0 < document["error_concentration"]["plain"]["mean_over_heads"] <= 1
     assert 0 < document["error_concentration"]["reordered"]["pooled"] <= 1

@@ -39,7 +39,7 @@ def test_means_are_over_positions_then_sequences_with_errors_over_sequences() ->
     assert damp.state_error_error == pytest.approx(0.1 / math.sqrt(3))
     assert damp.state_error_steps == pytest.approx((0.05, 0.2))
     assert damp.saturated == 7
-    assert damp.bits_with_ring == damp.bits_per_value
+    assert damp.bits_per_value_with_ring == damp.bits_per_value
     assert damp.bits_per_value == pytest.approx((2 * 16 + 6 * 9) / 8)
     document = damp.to_json()
     assert document["state_error_steps"] == list(damp.state_error_steps)
