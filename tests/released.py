@@ -434,8 +434,9 @@ def _glm5_next() -> Released:
         tensors=lambda: layouts.glm5_next(config),
         linear=tuple(kda),
         sizes=(64, 64, 128, 128, 4),
-        inferred="sizes of the vision tensors; shard split",
-        expected={"gate": ("safe", -5.0), "tensors": 76_108},
+        inferred="sizes of the vision tensors; order of the tensors in the shards",
+        shard_bytes=5 * 2**30,
+        expected={"gate": ("safe", -5.0), "tensors": 76_108, "shards": 62},
     )
 
 

@@ -51,6 +51,7 @@ def check(release: Released, folder: Path) -> None:
     }
     assert len(decay) == 2 * len(release.linear)
     assert analysis.source.tensor_bytes == sum(decay.values())
+    assert analysis.source.files == release.expected.get("shards", analysis.source.files)
 
 
 @pytest.mark.parametrize("release", QUICK, ids=lambda release: release.name)
