@@ -31,6 +31,8 @@ from hybridstate.trajectories.record import check_states
 
 Progress = Callable[[str, int, int], None]
 
+STATE_BYTES: Final = 8 << 30
+"""FP32 states of one validation pass on a GPU; temporaries take a few times one layer's share."""
 CHANNEL_SAMPLES: Final = 16
 """Updates of a sequence at which the accumulated error of each key channel is taken."""
 
@@ -144,14 +146,14 @@ def simulate(
     Args:
         arms: the first must store FP32; it is what the others are compared with.
         chunk: prefill tokens between two writes of the state.
-        batch: rows per pass; sequences are grouped so that all arms of one run together.
+        batch: rows per pass on a CPU; sequences are grouped so that all arms of one run together.
         progress: called with `validate`, updates done, updates in all.
 
     Raises:
         NumericError: a state is not finite; names prompt, arm, layer, head and channel.
     """
     assert arms[0].exact
-    group = max(1, batch // len(arms))
+    group = sequences_together(loaded, len(arms), batch)
     updates = generated.shape[1] - 1
     starts = range(0, len(prompts), group)
     arms = tuple(arm.to(loaded.device) for arm in arms)
@@ -180,6 +182,19 @@ def simulate(
         ),
         chunk=chunk,
     )
+
+
+def sequences_together(loaded: LoadedModel, arms: int, batch: int) -> int:
+    """Sequences per pass: `batch` rows on a CPU, `STATE_BYTES` of states on a GPU, at least one.
+
+    A GPU takes as long for one sequence as for many; the number does not depend on free memory, so that
+    a run repeats itself.
+    """
+    if loaded.device.type == "cpu":
+        return max(1, batch // arms)
+    layers = loaded.spec.layers
+    state = sum(4 * x.value_heads * x.key_dim * x.value_dim for x in layers)
+    return max(1, STATE_BYTES // (arms * state))
 
 
 @dataclass(frozen=True, slots=True)

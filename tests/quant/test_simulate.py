@@ -12,9 +12,11 @@ from hybridstate.kernels import reference
 from hybridstate.quant.arms import Arm, plain_arm
 from hybridstate.quant.formats import FORMATS, Format
 from hybridstate.quant.simulate import (
+    STATE_BYTES,
     compare,
     comparison_steps,
     requantised_decode,
+    sequences_together,
     simulate,
     state_errors,
 )
@@ -216,6 +218,14 @@ def test_grouping_sequences_changes_nothing(
         np.testing.assert_allclose(a.sum((1, 2)), b.sum((1, 2)), rtol=0.1)
     assert seen[-1] == ("validate", 16, 16)
     assert len(seen) == 16
+
+
+def test_a_gpu_runs_as_many_sequences_together_as_their_states_allow(loaded: LoadedModel) -> None:
+    assert sequences_together(loaded, 5, 36) == 7
+    assert sequences_together(loaded, 50, 36) == 1
+    on_gpu = replace(loaded, device=torch.device("cuda"))
+    state = sum(4 * x.value_heads * x.key_dim * x.value_dim for x in loaded.spec.layers)
+    assert sequences_together(on_gpu, 35, 36) == STATE_BYTES // (35 * state)
 
 
 def test_the_prompt_is_stored_at_every_chunk_end(
