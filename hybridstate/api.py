@@ -416,6 +416,7 @@ def verify(
     prompts: int = 4,
     prompt_tokens: int = 192,
     new_tokens: int = 32,
+    bf16: bool = True,
     progress: "Progress | None" = None,
 ) -> "Verification":
     """Account for every tensor of an exported checkpoint, then compare both models' numbers.
@@ -424,6 +425,7 @@ def verify(
         original, exported: the two folders; the plan is read from `exported`.
         device: `auto`, `cpu` or `cuda`.
         prompts, prompt_tokens, new_tokens: how much text, and how many greedy tokens follow.
+        bf16: also compare both in BF16.
         progress: called with (stage, done, total).
 
     Raises:
@@ -439,5 +441,6 @@ def verify(
         prompts=prompts,
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
+        bf16=bf16,
         progress=progress,
     )

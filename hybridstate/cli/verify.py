@@ -1,11 +1,15 @@
 """`hybridstate verify`: original against exported checkpoint, by their numbers."""
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hybridstate.cli.options import Device, Json, Quiet, check_device
 from hybridstate.cli.output import command
+
+if TYPE_CHECKING:
+    from hybridstate.quality.verify import Verification
 
 
 def register(app: typer.Typer) -> None:
@@ -38,13 +42,18 @@ def verify(
     new_tokens: Annotated[
         int, typer.Option("--new-tokens", min=1, metavar="N", help="Greedy tokens after each.")
     ] = 32,
+    bf16: Annotated[
+        bool, typer.Option("--bf16/--no-bf16", help="Also load both models in BF16.")
+    ] = True,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Account for every tensor, then compare logits, greedy tokens and states in float32.
+    """Account for every tensor, then compare logits, greedy tokens and states.
 
-    Passes if relative errors are at most 1e-5 and every token is the same; else exits with 5, or
-    with 6 if the two folders do not belong together. `plan verify` compares digests alone.
+    Passes if float32 errors are at most 1e-5, every token is the same, and BF16 is at most 1.05
+    times as far from float32 as the original's; else exits with 5, or with 6 if the two folders do
+    not belong together. A packed plan is also run from the runtime's pool with quantisation off.
+    `plan verify` compares digests alone.
     """
     with command("verify", model=original, json=json, quiet=quiet) as out:
         from hybridstate import api
@@ -58,6 +67,7 @@ def verify(
             prompts=prompts,
             prompt_tokens=tokens,
             new_tokens=new_tokens,
+            bf16=bf16,
             progress=out.progress,
         )
         out.table(
@@ -77,8 +87,32 @@ def verify(
                     f"0 of {found.prompts * found.new_tokens}",
                     "0",
                 ),
+                *_served(found),
             ],
             note=f"{found.prompts} x {found.prompt_tokens} tokens of {found.text}; smallest margin "
             f"between two best tokens {found.smallest_margin:.1e}",
         )
         out.result(found.to_json())
+
+
+def _served(found: "Verification") -> Iterator[tuple[str, str, str]]:
+    """Rows of the precisions a model is served in."""
+    if found.bf16 is not None:
+        row, first = found.bf16, found.bf16.first
+        yield (
+            f"BF16 error against float32 (original {row.original_error:.2e})",
+            f"{row.exported_error:.2e}",
+            "1.05 x original",
+        )
+        place = (
+            ""
+            if first is None
+            else f", first: text {first.prompt}, token {first.step}, margin {first.margin:.1e}"
+        )
+        yield f"BF16 tokens that differ{place}", f"{row.differing}", "-"
+    if found.packed is not None:
+        yield (
+            "packed pool without INT8, relative error to an FP16 pool",
+            f"{found.packed.logit_error:.1e}",
+            "2e-04",
+        )

@@ -19,6 +19,13 @@ from hybridstate.errors import NumericError, PlanMismatch
 from hybridstate.families import LinearLayer
 from hybridstate.plan.compare import verify_against
 from hybridstate.plan.store import Plan, read_plan
+from hybridstate.quality.storage import (
+    BF16_ERROR_RATIO,
+    Bf16Row,
+    PackedRow,
+    compare_bf16,
+    compare_packed,
+)
 from hybridstate.trajectories.cache import decode, prefill, recurrent_states
 from hybridstate.trajectories.model import LoadedModel, load_model
 from hybridstate.trajectories.prompts import heldout_text, prefixes
@@ -62,6 +69,9 @@ class Verification:
         logit_error: largest relative error of the prompts' and the new tokens' logits.
         smallest_margin: smallest gap between the two best logits at a new token.
         layers: state errors after prompt and new tokens.
+        bf16: both models in BF16, None if that was left out.
+        packed: both models with their states in the runtime's pool, None where the plan packs none
+            or the runtime cannot continue the model's attention cache.
     """
 
     original: str
@@ -76,6 +86,8 @@ class Verification:
     logit_error: float
     smallest_margin: float
     layers: tuple[LayerError, ...]
+    bf16: Bf16Row | None = None
+    packed: PackedRow | None = None
 
     @property
     def state_error(self) -> float:
@@ -90,6 +102,8 @@ class Verification:
             "state_error": self.state_error,
             "max_relative_error": MAX_RELATIVE_ERROR,
             "identical_tokens": True,
+            "bf16": self.bf16
+            and asdict(self.bf16) | {"ratio": self.bf16.ratio, "max_ratio": BF16_ERROR_RATIO},
         }
 
 
@@ -110,13 +124,15 @@ def verify(
     prompts: int = 4,
     prompt_tokens: int = 192,
     new_tokens: int = 32,
+    bf16: bool = True,
     progress: Progress | None = None,
 ) -> Verification:
-    """Compare an exported checkpoint with its original, in float32.
+    """Compare an exported checkpoint with its original: float32, then BF16, then the packed pool.
 
     Args:
         device: where both run, one after the other; `auto` takes a GPU if there is one.
         prompts, prompt_tokens, new_tokens: how much text, and how many greedy tokens follow.
+        bf16: also load both in BF16.
         progress: called with (stage, done, total).
 
     Raises:
@@ -127,7 +143,8 @@ def verify(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     # TF32 convolutions would hide the comparison behind their own error of 1e-3
     with torch.backends.cudnn.flags(allow_tf32=False):
-        return _verify(original, exported, device, (prompts, prompt_tokens, new_tokens), progress)
+        sizes = (prompts, prompt_tokens, new_tokens)
+        return _verify(original, exported, device, sizes, bf16, progress)
 
 
 def _verify(
@@ -135,6 +152,7 @@ def _verify(
     exported: str | Path,
     device: str,
     sizes: tuple[int, int, int],
+    bf16: bool,
     progress: Progress | None,
 ) -> Verification:
     prompts, prompt_tokens, new_tokens = sizes
@@ -148,7 +166,6 @@ def _verify(
     tokens, text = _prompt(reference, prompts, prompt_tokens)
     first = _run(reference, tokens, None, new_tokens, _report(progress, "original"))
     spec = reference.spec
-    del reference  # one model in memory at a time
     candidate = load_model(str(exported), device=device, dtype=torch.float32)
     chosen = first.new_logits.argmax(-1)
     second = _run(candidate, tokens, chosen, new_tokens, _report(progress, "exported"))
@@ -174,10 +191,20 @@ def _verify(
             expected=MAX_RELATIVE_ERROR,
         )
     _compare_tokens(second.new_logits.argmax(-1), first.new_logits)
+    packed = None
+    if plan.document.precision is not None and new_tokens > 1:
+        packed = compare_packed(reference, candidate, plan, tokens, chosen, first.new_logits[:, 1:])
+    ran_on = str(candidate.device)
+    del reference, candidate
+    low = None
+    if bf16:
+        logits = torch.cat([first.prompt_logits, first.new_logits], 1)
+        report = _report(progress, "bf16")
+        low = compare_bf16(original, exported, device, tokens, chosen, logits, report=report)
     return Verification(
         original=str(original),
         exported=str(exported),
-        device=str(candidate.device),
+        device=ran_on,
         dtype="float32",
         text=text,
         prompts=prompts,
@@ -187,6 +214,8 @@ def _verify(
         logit_error=logit_error,
         smallest_margin=float(_margins(first.new_logits).min()),
         layers=layers,
+        bf16=low,
+        packed=packed,
     )
 
 

@@ -161,6 +161,7 @@ class DecodeEngine:
         state: `fp32`, `bf16`, `fp16` or `damp`.
         slots: sequences that fit.
         plan: key order and `k_hi` of the packed state; only with `damp`.
+        unquantised: keep every key row in FP16 whatever the plan says: its order without its INT8 error.
         backend: forced kernel backend, `auto` chooses by device and layout.
     """
 
@@ -172,6 +173,7 @@ class DecodeEngine:
         slots: int,
         plan: Plan | None = None,
         k_hi: int | None = None,
+        unquantised: bool = False,
         backend: update.Name | Literal["auto"] = "auto",
     ) -> None:
         if plan is not None and state != "damp":
@@ -179,6 +181,8 @@ class DecodeEngine:
         self.loaded = loaded
         self.state = state
         self.orders, planned = stored_orders(plan, loaded)
+        if unquantised:
+            planned = min(layer.key_dim for layer in loaded.spec.layers)
         self.pool = StatePool(
             loaded.spec,
             slots,
