@@ -1,6 +1,7 @@
 """The requantised recurrence: Eq. 13 in float64, arms in one batch, chunked prefill, comparisons."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,9 +21,10 @@ from hybridstate.quant.simulate import (
     simulate,
     state_errors,
 )
-from hybridstate.trajectories.model import LoadedModel, load_model, reference_decode
+from hybridstate.trajectories.model import LoadedModel, load_model, prefill, reference_decode
 from hybridstate.trajectories.prompts import Prompt, make_prompts, shipped_texts
 from hybridstate.trajectories.protocol import Protocol
+from tests.families.saved import available, save
 
 SMALL = Protocol("custom", 1, input_tokens=40, new_tokens=20, windows=(0,), anchors=(4,), horizon=8)
 
@@ -297,3 +299,27 @@ def test_steps_are_powers_of_two_and_the_last() -> None:
     assert comparison_steps(20) == (1, 2, 4, 8, 16, 20)
     assert comparison_steps(16) == (1, 2, 4, 8, 16)
     assert comparison_steps(1) == (1,)
+
+
+@pytest.mark.parametrize("name", ["glm5_next"])
+def test_a_safe_gate_model_is_teacher_forced_as_one_forward_pass_scores_it(
+    name: str, tmp_path: Path
+) -> None:
+    """Its cache holds more than keys and values, and all arms share it."""
+    if not available(name):
+        pytest.skip("this transformers has no such class")
+    model = load_model(save(name, tmp_path / name))
+    assert model.spec.gate == "safe"
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(2, model.vocabulary, (2, 40 + 12))
+    drawn = tuple(Prompt("math", "validate", i, row[:40], ()) for i, row in enumerate(tokens))
+    generated = torch.from_numpy(tokens[:, 40:])
+    arms = (plain_arm("fp32"), plain_arm("int8-step"), replace(INT8, name="deferred", every=4))
+    found = simulate(model, drawn, generated, arms, chunk=64, batch=36)
+    logits, _ = prefill(model, torch.from_numpy(tokens[:, :-1]), keep_logits=True)
+    expected = -torch.log_softmax(logits.double(), -1).gather(
+        2, torch.from_numpy(tokens[:, 1:])[..., None]
+    )[..., 0]
+    np.testing.assert_allclose(found.nll[0], expected[:, 40:].numpy(), rtol=1e-4)
+    last = found.state_error[-1].mean(-1)
+    assert 0 == last[0] < last[2] < last[1] < 0.1
