@@ -20,7 +20,7 @@ run() {
 began=$SECONDS
 echo "hybridstate demo: analyze, calibrate, export-plan, verify and bench on tiny-gdn and tiny-kda"
 echo "small on purpose: $questions synthetic questions per task of $tokens tokens, $masks random masks, the quick calibration"
-echo "takes about six minutes on two CPU cores; what each table means: README.md"
+echo "takes about six minutes on two free CPU cores; what each table means: README.md"
 rm -rf "$out"
 mkdir -p "$out"
 run doctor
