@@ -14,6 +14,7 @@ from hybridstate.kernels.layout import PackedLayout
 from hybridstate.plan.compare import verify_against
 from hybridstate.plan.store import OUTPUT_MARKS, Plan, read_plan, write_files
 from hybridstate.provenance import fresh_folder, write_file
+from hybridstate.weights.card import write_card
 from hybridstate.weights.rewrite import Layout, write_checkpoint
 
 Progress = Callable[[str, int, int], None]
@@ -105,6 +106,8 @@ def write_export(
             verify_against(read_plan(folder), checkpoint)
             if layout is not None:
                 verification = check(folder)
+        if layout is not None:
+            write_card(folder, plan, layout, verification)
     file = None
     if kernels is not None:  # after the folder has appeared: it may lie inside
         file = kernels / MODULE_FILE

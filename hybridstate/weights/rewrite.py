@@ -155,15 +155,15 @@ def write_checkpoint(
     for tensor, entry in checkpoint.entries.items():
         inside[entry.file].append(tensor)
     done = 0
-    for name in layout.side_files:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(checkpoint.path / name, folder / name)
     for shard in layout.shards:
         moves = [layout.moves[tensor] for tensor in inside[shard] if tensor in layout.moves]
         write_shard(checkpoint, shard, folder / shard.name, moves)
         done += len(inside[shard])
         if progress is not None:
             progress("write", done, layout.tensors)
+    for name in layout.side_files:  # config.json among them: a killed export has none
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(checkpoint.path / name, folder / name)
     exported = with_exported(plan, open_checkpoint(folder, lower_bound=checkpoint.lower_bound))
     bundle = folder / STATE_PLAN
     bundle.mkdir()

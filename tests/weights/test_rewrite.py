@@ -51,7 +51,7 @@ def test_names_shards_headers_and_side_files_stay(
 ) -> None:
     exported = api.export_plan(model, out=tmp_path / "out", calibration=calibration)
     before, after = tree(model), tree(tmp_path / "out")
-    added = {"state_plan/plan.json", "state_plan/plan.safetensors"}
+    added = {"README.md", "state_plan/plan.json", "state_plan/plan.safetensors"}
     assert after.keys() == before.keys() | added
     assert exported.layout is not None
     shards = [file.name for file in exported.layout.shards]
