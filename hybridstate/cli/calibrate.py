@@ -59,7 +59,7 @@ def calibrate(
             "--formats",
             metavar="LIST",
             help="Names and groups, comma-separated: default, formats, budgets, selectors, baselines, "
-            "all. [default: default]",
+            "paper, all. [default: default]",
             show_default=False,
         ),
     ] = None,

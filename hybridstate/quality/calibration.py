@@ -166,11 +166,13 @@ def assemble(
 
 def _key_order_gap(scores: Scores) -> dict[str, float]:
     """J with channels shared by the value heads of a key head over J with channels of their own, less 1."""
-    return {
-        name: scores.objective[name] / scores.objective[f"{name}-per-head"] - 1.0
-        for name in scores.objective
-        if scores.objective.get(f"{name}-per-head", 0.0) > 0
-    }
+    found = {}
+    for name, shared in scores.objective.items():
+        base, plus, rest = name.partition("+")
+        alone = scores.objective.get(f"{base}-per-head{plus}{rest}", 0.0)
+        if alone > 0:
+            found[name] = shared / alone - 1.0
+    return found
 
 
 def _risk_prediction(scores: Scores, simulation: Simulation) -> dict[str, Any]:

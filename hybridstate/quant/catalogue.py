@@ -35,8 +35,14 @@ GROUPS: Final = {
         *("int8-every-4", "int8-every-8", "int8-every-16"),
         *("damp-every-4", "damp-every-8", "damp-every-16"),
     ),
+    "paper": (
+        *("fp32", "fp16", "bf16", "fp8", "int8-step", "int8-step+reorder"),
+        *("int4", "int4+reorder", "nvfp4", "damp+reorder", "damp-int4+reorder", "damp-nvfp4"),
+        *(f"damp-{s}+reorder" for s in (*SELECTORS[1:], "per-head")),
+        *(f"damp-k{n}+reorder" for n in (4, 8, 32, 64)),
+    ),
 }
-"""Groups of arms by name; `all` is every one of them."""
+"""Groups of arms by name; `all` is every one of them, `paper` the rows of DAMP's tables and figures."""
 
 _PLAIN: Final = re.compile(
     r"(?P<format>fp32|fp16|bf16|fp8|int8-step-stochastic|int8-step|int4|nvfp4)(?P<reorder>\+reorder)?"

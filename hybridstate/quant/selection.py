@@ -80,7 +80,8 @@ class LayerSelection:
             fixed = np.zeros(shape)
             np.put_along_axis(fixed, drawn.astype(np.int64), 1.0, axis=1)
             return self._chosen(name, np.tile(fixed, (len(CANDIDATES), 1, 1)), k_hi)
-        if not name.reorder and (name.low is FORMATS["int8-step"] or name.selector != "damp"):
+        own = name.low is FORMATS["int8-step"] or name.selector not in ("damp", "error-only")
+        if not name.reorder and own:
             heads = self.layer.key_heads if name.shared else self.layer.value_heads
             return Stored(protect(self.scores[name.selector or "damp"], k_hi, heads))
         found = self.table(name.low.name, reorder=name.reorder)

@@ -167,7 +167,7 @@ def test_two_partial_runs_merge_to_the_bytes_of_a_whole_one(
 
 EVERY_KIND = (
     "fp8,int8-step,int8-step+reorder,int8-step-stochastic,int4+reorder,nvfp4,damp,damp+reorder,"
-    "damp-per-head,damp-nvfp4,damp-k4,damp-energy,damp-error-only,damp-retention-only,"
+    "damp-per-head,damp-per-head+reorder,damp-int4-error-only,damp-nvfp4,damp-k4,damp-energy,damp-error-only,damp-retention-only,"
     "damp-random+reorder,int8-feedback-int4,int8-every-4,damp-every-4"
 )
 
@@ -189,13 +189,16 @@ def test_every_kind_of_arm_runs_and_its_numbers_are_written(
     )
     assert ("damp-retention-only" in document["skipped"]) == gdn
     assert ("damp-per-head" in document["skipped"]) != bundled
+    assert ("damp-per-head+reorder" in document["skipped"]) != bundled
     assert set(rows) | set(document["skipped"]) == {"fp32", *EVERY_KIND.split(",")}
     objective = document["objective"]
     assert not {"int8-every-4", "int8-feedback-int4", "damp-every-4"} & set(objective)
     assert objective["int8-step+reorder"] <= objective["int8-step"]
     assert objective["damp-energy"] >= 0
     if bundled:
-        assert document["key_order_gap"]["damp"] >= -0.05
+        assert document["key_order_gap"].keys() == {"damp", "damp+reorder"}
+        # channels come from the fitting split and J from the tuning split, so either may be lower
+        assert all(abs(gap) < 0.5 for gap in document["key_order_gap"].values())
     assert rows["int8-every-4"]["bits_per_value_with_ring"] > rows["int8-every-4"]["bits_per_value"]
     assert rows["damp-k4"]["bits_per_value"] > rows["damp"]["bits_per_value"]
     assert 0 < document["error_concentration"]["plain"]["mean_over_heads"] <= 1
