@@ -51,7 +51,8 @@ def decay_figure(analysis: Analysis, folder: Path) -> None:
         linewidth=0.4,
     )
     median = float(np.median(alpha))
-    axes.axvline(median, color=COLOURS[6], linewidth=1.2, label=f"median {median:.3f}")
+    below = 1 - 0.06 * min(_LABEL_ROWS, len(analysis.cutoffs))
+    axes.axvline(median, ymax=below, color=COLOURS[6], linewidth=1.2, label=f"median {median:.3f}")
     rows: list[tuple[object, ...]] = [
         (digits(a), digits(b), int(n))
         for a, b, n in zip(edges[:-1], edges[1:], counts, strict=True)
@@ -59,8 +60,10 @@ def decay_figure(analysis: Analysis, folder: Path) -> None:
     for number, cutoff in enumerate(analysis.cutoffs):
         w_max = cutoff.selection.w_max
         bound = analysis.epsilon ** (1 / w_max)
+        row = (len(analysis.cutoffs) - 1 - number) % _LABEL_ROWS  # no line crosses a label
         axes.axvline(
             bound,
+            ymax=1 - 0.06 * row,
             color=COLOURS[1],
             linestyle="--",
             linewidth=1.0,
@@ -68,7 +71,7 @@ def decay_figure(analysis: Analysis, folder: Path) -> None:
         )
         axes.annotate(
             str(w_max),
-            (bound, 0.985 - 0.06 * (number % _LABEL_ROWS)),
+            (bound, 0.985 - 0.06 * row),
             xycoords=axes.get_xaxis_transform(),
             xytext=(-3, 0),
             textcoords="offset points",
@@ -119,10 +122,11 @@ def horizons_figure(analysis: Analysis, folder: Path) -> None:
     axes.set_xlim(edges[0], edges[-1])
     for number, cutoff in enumerate(analysis.cutoffs):
         selection = cutoff.selection
-        axes.axvline(selection.w_max, color=COLOURS[1], linestyle="--", linewidth=1.2)
+        top = 1 - 0.055 * (number % _LABEL_ROWS)  # each line ends at its label and crosses none
+        axes.axvline(selection.w_max, ymax=top, color=COLOURS[1], linestyle="--", linewidth=1.2)
         axes.annotate(
             f"{selection.w_max}: {100 * selection.fraction:.0f} % kept",
-            (selection.w_max, 1 - 0.055 * (number % _LABEL_ROWS)),
+            (selection.w_max, top),
             xycoords=axes.get_xaxis_transform(),
             xytext=(3, -2),
             textcoords="offset points",
@@ -202,9 +206,9 @@ def channels_figure(analysis: Analysis, folder: Path) -> None:
     set_title(
         axes,
         analysis,
-        f"channel horizons of block {block} counted from 0, {block + 1} from 1\n"
-        f"keeps {mean:.3f} at $W_{{max}}$ {selection.w_max}, nearest the median over layers, "
-        f"{float(np.median(found.layer_means)):.3f}",
+        f"channel horizons of one layer, block {block} (0-based; {block + 1} in 1-based lists)\n"
+        f"it keeps {100 * mean:.1f} % at $W_{{max}}$ {selection.w_max}, nearest the median layer's "
+        f"{100 * float(np.median(found.layer_means)):.1f} %",
     )
     rows = [
         (block, block + 1, head, channel, digits(value))

@@ -27,7 +27,7 @@ def bytes_figure(analysis: Analysis, folder: Path) -> None:
         "temporal, padded": ([s.temporal_padded_bytes for s in sizes], COLOURS[0], "--"),
         "temporal, ragged": ([s.temporal_ragged_bytes for s in sizes], COLOURS[0], "-"),
     }
-    figure = new_figure(7.0, 3.8)
+    figure = new_figure(7.0, 4.2)
     axes = figure.add_subplot()
     for label, (values, colour, style) in series.items():
         axes.plot(w_max, [v / MIB for v in values], color=colour, linestyle=style, label=label)
@@ -46,7 +46,7 @@ def bytes_figure(analysis: Analysis, folder: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("cutoff $W_{max}$ in tokens")
     axes.set_ylabel("MiB per checkpoint")
-    axes.legend(fontsize=8, frameon=False, ncols=2)
+    figure.legend(loc="outside lower center", fontsize=8, frameon=False, ncols=3)
     set_title(axes, analysis, "bytes of a cached state")
     rows = [
         (
