@@ -219,7 +219,33 @@ def precision(result: Result) -> str:
     columns = ["format", "bits/value", "KL, nats/token", "same top-1", "state error", "perplexity"]
     sequences, updates = result["validation_sequences"], result["validation_positions"]
     table = markdown(columns, rows)
-    return f"{table}\n\n{sequences} sequences of {updates:,} updates; ± is the standard error."
+    below = f"{sequences} sequences of {updates:,} updates; ± is the standard error."
+    return f"{table}\n\n{below}{_precision_findings(result)}"
+
+
+def _precision_findings(result: Result) -> str:
+    """Where INT8's error sits and what predicts its accumulation; empty for older recordings."""
+    parts = []
+    shares = result.get("error_concentration", {})
+    if "plain" in shares:
+        text = (
+            f"The worst 12.5 % of key channels hold {percent(shares['plain']['mean_over_heads'])}"
+        )
+        text += " of the squared INT8 error"
+        if "reordered" in shares:
+            text += f", {percent(shares['reordered']['mean_over_heads'])} after +reorder"
+        parts.append(text + " (mean over heads).")
+    known = {name: row["spearman"] for name, row in result.get("risk_prediction", {}).items()}
+    if known.get("damp") is not None and known.get("error-only") is not None:
+        parts.append(
+            f"Rank correlation with the error that INT8 accumulated: risk {known['damp']:.3f}, "
+            f"local error {known['error-only']:.3f}."
+        )
+    for name, gap in result.get("key_order_gap", {}).items():
+        parts.append(f"J of {name} lies {100 * gap:+.1f} % from channels per value head.")
+    for name, reason in result.get("skipped", {}).items():
+        parts.append(f"{name} is undefined: {reason}.")
+    return "".join(f" {part}" for part in parts)
 
 
 # --- bench update ---------------------------------------------------------------------------------
