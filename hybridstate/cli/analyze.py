@@ -200,8 +200,8 @@ def _dry_run(
             (r["tensor"], r["dtype"], "x".join(map(str, r["shape"])), r["bytes"], r["file"])
             for r in reads
         ],
-        note=f"{len(reads)} tensors, {total:,} bytes, and {checkpoint.header_bytes:,} bytes of "
-        f"headers, of {size:,} bytes in {len(checkpoint.files)} files",
+        note=f"{len(reads)} tensors, {total:,} bytes, and {checkpoint.header_bytes:,} bytes in the "
+        f"headers of {len(checkpoint.files)} files, of {size:,} bytes",
     )
     names = _file_names(checkpoint.spec.unit, tp)
     writes = [] if folder is None else [str(folder / name) for name in names]
