@@ -12,6 +12,7 @@ projection and `dt_bias`) changes no output: the L2 norm and the dot products do
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,14 @@ from hybridstate.plan.placement import packed_order
 from hybridstate.plan.store import Plan
 
 Index = NDArray[np.int64]
+
+SCALES: Final = (".weight_scale_inv", ".weight_scale")
+"""Endings of the scales of a quantised weight: block FP8, and one per row or per tensor."""
+
+SCALE_BLOCK: Final = 128
+"""Entries along each axis that share a scale in block FP8."""
+
+_UNQUANTISED: Final = "use the unquantised checkpoint, or --no-weights and let the kernel gather"
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,11 +232,16 @@ def layer_moves(
         shapes: shape of every tensor of the checkpoint by its stored name.
 
     Raises:
-        UnsupportedModel: a tensor of the layer is not in the family's axis table (scales of a
-            quantised projection, for example), so nobody knows whether it should move.
+        UnsupportedModel: a tensor of the layer is not in the family's axis table (codes of a
+            packed quantisation, for example), so nobody knows whether it should move; or scales
+            that cannot follow their weight.
     """
     for name in sorted(n for n in shapes if n.startswith(layer.prefix)):
-        rules = spec.family.axes.get(name.removeprefix(layer.prefix))
+        suffix = name.removeprefix(layer.prefix)
+        scaled = scaled_weight(suffix)
+        if scaled is not None and layer.prefix + scaled not in shapes:
+            scaled = None  # scales of nothing: refused below
+        rules = spec.family.axes.get(suffix if scaled is None else scaled)
         if rules is None:
             raise UnsupportedModel(
                 f"{name}: the axis table of {spec.name} does not know this tensor, so the weights "
@@ -237,7 +251,11 @@ def layer_moves(
                 layer=layer.index,
             )
         try:
-            yield _move(layer, order, name, shapes[name], rules)
+            if scaled is None:
+                yield _move(layer, order, name, shapes[name], rules)
+            else:
+                weight = _move(layer, order, name, shapes[layer.prefix + scaled], rules)
+                yield scale_move(name, shapes[name], weight)
         except UnsupportedModel as error:
             raise UnsupportedModel(
                 f"{name}: {error.message}", hint=error.hint, tensor=name, **error.context
@@ -273,6 +291,57 @@ def _axis_of(
     elif rule.axis >= len(shape):
         return (math.prod(shape),), 0
     return shape, rule.axis
+
+
+def scaled_weight(suffix: str) -> str | None:
+    """The weight whose scales a tensor holds, None if it holds none."""
+    for ending in SCALES:
+        if suffix.endswith(ending):
+            return suffix.removesuffix(ending) + ".weight"
+    return None
+
+
+def scale_move(name: str, shape: tuple[int, ...], weight: Move) -> Move:
+    """How the scales of a weight follow it, whole blocks at a time.
+
+    A scale stands for one entry of an axis, for `SCALE_BLOCK` of them, or for all; it can move only
+    where everything it stands for moves together. Heads of 128 with orders inside them always do.
+
+    Args:
+        shape: of the scales.
+        weight: the move of the weight they belong to.
+
+    Raises:
+        UnsupportedModel: entries of one block would come from several.
+    """
+    axes = []
+    for axis, index in weight.axes:
+        length, scales = len(index), shape[axis] if axis < len(shape) else 1
+        if scales == 1:
+            continue  # one scale for the whole axis
+        size = 1 if scales == length else SCALE_BLOCK
+        if scales != -(-length // size):
+            raise UnsupportedModel(
+                f"{scales} scales on an axis of {length}, expected one for each entry or for each "
+                f"{SCALE_BLOCK}",
+                hint=_UNQUANTISED,
+                found=scales,
+                expected=-(-length // size),
+            )
+        source = index // size
+        first = source[::size]
+        mixed = np.flatnonzero(source != np.repeat(first, size)[:length])
+        if len(mixed) or len(set(first.tolist())) != scales:
+            block = int(mixed[0]) // size if len(mixed) else 0
+            raise UnsupportedModel(
+                f"the order mixes scale blocks: block {block} of {size} entries would hold entries of "
+                "several",
+                hint=_UNQUANTISED,
+                block=block,
+            )
+        if (first != np.arange(scales)).any():
+            axes.append((axis, first))
+    return Move(name, shape, tuple(axes))
 
 
 def permute(raw: bytes, dtype: str, move: Move) -> bytes:

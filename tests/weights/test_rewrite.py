@@ -214,18 +214,18 @@ def test_export_of_an_export_is_refused(tmp_path: Path, model: Path, calibration
         lay_out(open_checkpoint(tmp_path / "out"), ())
 
 
-def test_quantised_projection_is_refused_before_writing(
+def test_packed_quantisation_is_refused_before_writing(
     tmp_path: Path, model: Path, calibration: Path
 ) -> None:
     from tests.tiny import write_safetensors
 
     index = json.loads((model / "model.safetensors.index.json").read_text())
-    scale = "model.language_model.layers.0.linear_attn.out_proj.weight_scale_inv"
-    write_safetensors(model / "more.safetensors", {scale: ("F32", np.ones((1, 1), np.float32))})
-    index["weight_map"][scale] = "more.safetensors"
+    packed = "model.language_model.layers.0.linear_attn.out_proj.weight_packed"
+    write_safetensors(model / "more.safetensors", {packed: ("F32", np.ones((1, 1), np.float32))})
+    index["weight_map"][packed] = "more.safetensors"
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     other = write_calibration(tmp_path / "cal2", model)
-    with pytest.raises(UnsupportedModel, match="weight_scale_inv"):
+    with pytest.raises(UnsupportedModel, match="weight_packed"):
         api.export_plan(model, out=tmp_path / "out", calibration=other)
     assert not (tmp_path / "out").exists()
     bundle = api.export_plan(model, out=tmp_path / "out", calibration=other, weights=False)
