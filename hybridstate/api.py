@@ -166,11 +166,13 @@ def validate_horizons(
     Raises:
         SourceError, UnsupportedModel, NumericError, MissingRequirement: see `hybridstate.errors`.
     """
+    from hybridstate.checkpoint import require_weights
     from hybridstate.horizons.observed import observed_horizons, state_magnitude, validate
     from hybridstate.trajectories import prompts
     from hybridstate.trajectories.model import load_model
     from hybridstate.trajectories.record import observe_prefixes
 
+    require_weights(model)
     static = analyze(
         model, w_max=w_max, gate_input=gate_input, epsilon=epsilon, lower_bound=lower_bound
     )

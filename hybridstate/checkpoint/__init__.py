@@ -2,6 +2,20 @@
 
 from hybridstate.checkpoint.header import TensorEntry
 from hybridstate.checkpoint.parts import Origin
-from hybridstate.checkpoint.source import EMBEDDED, Checkpoint, DecayParameters, open_checkpoint
+from hybridstate.checkpoint.source import (
+    EMBEDDED,
+    Checkpoint,
+    DecayParameters,
+    open_checkpoint,
+    require_weights,
+)
 
-__all__ = ["EMBEDDED", "Checkpoint", "DecayParameters", "Origin", "TensorEntry", "open_checkpoint"]
+__all__ = [
+    "EMBEDDED",
+    "Checkpoint",
+    "DecayParameters",
+    "Origin",
+    "TensorEntry",
+    "open_checkpoint",
+    "require_weights",
+]

@@ -241,16 +241,10 @@ def open_checkpoint(
         SourceError: nothing there; or config, index or a shard is missing or corrupt; or the Hub
             does not give it.
     """
+    if weights:
+        require_weights(model)
     found = _resolve(str(model))
     if isinstance(found, HubName):
-        if weights:
-            raise SourceError(
-                f"this needs the weights of {found}, and only its decay tensors are read from the "
-                "Hub",
-                hint=f"download it first: {found.download}",
-                reason="weights",
-                model=str(model),
-            )
         parts = read_hub(found, offline=offline, cache_dir=cache_dir, progress=progress)
     else:
         parts = read_folder(*found)
@@ -270,6 +264,22 @@ def open_checkpoint(
         _reader=parts.reader,
         _digests={"config": config_digest(parts.config), "index": parts.index_digest},
     )
+
+
+def require_weights(model: str | Path) -> None:
+    """Refuse a Hub name before any work that needs all weights; nothing is requested.
+
+    Raises:
+        SourceError: MODEL names a repository, or nothing.
+    """
+    found = _resolve(str(model))
+    if isinstance(found, HubName):
+        raise SourceError(
+            f"this needs the weights of {found}, and only its decay tensors are read from the Hub",
+            hint=f"download it first: {found.download}",
+            reason="weights",
+            model=str(model),
+        )
 
 
 def _resolve(model: str) -> HubName | tuple[Path, str, tuple[str, ...]]:

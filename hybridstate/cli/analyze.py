@@ -105,7 +105,7 @@ def analyze(
     behind each, --report the same as one page.
     """
     with command("analyze", model=model, json=json, quiet=quiet) as out:
-        from hybridstate.checkpoint import open_checkpoint
+        from hybridstate.checkpoint import open_checkpoint, require_weights
         from hybridstate.horizons.static import check_epsilon
         from hybridstate.plan.capacity import check_request, parse_bytes
         from hybridstate.plan.placement import check_permutable, check_tp
@@ -141,6 +141,7 @@ def analyze(
         if validate:
             from hybridstate.trajectories.model import torch_device
 
+            require_weights(model)
             torch_device(device)
 
         analysis = api.analyze(

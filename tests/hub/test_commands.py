@@ -115,6 +115,7 @@ def test_a_plan_of_a_hub_model_is_pinned_to_one_commit(
 @pytest.mark.parametrize(
     "command",
     [
+        ["analyze", "org/model", "--validate", "--offline"],
         ["calibrate", "org/model", "--dry-run"],
         ["verify", "org/model", "org/model"],
         ["bench", "restore", "org/model"],
