@@ -29,7 +29,8 @@ from hybridstate.quality.storage import (
 from hybridstate.trajectories.cache import decode, prefill, recurrent_states
 from hybridstate.trajectories.model import LoadedModel, load_model
 from hybridstate.trajectories.prompts import heldout_text, prefixes
-from hybridstate.weights.permute import layer_moves, layer_orders, permute
+from hybridstate.weights.fold import changed
+from hybridstate.weights.permute import layer_moves, layer_orders
 
 Progress = Callable[[str, int, int], None]
 
@@ -192,7 +193,8 @@ def _verify(
         )
     _compare_tokens(second.new_logits.argmax(-1), first.new_logits)
     packed = None
-    if plan.document.precision is not None and new_tokens > 1:
+    precision = plan.document.precision
+    if precision is not None and precision.value_order == "none" and new_tokens > 1:
         packed = compare_packed(reference, candidate, plan, tokens, chosen, first.new_logits[:, 1:])
     ran_on = str(candidate.device)
     del reference, candidate
@@ -244,9 +246,7 @@ def account_tensors(
     }
     for done, (name, entry) in enumerate(sorted(original.entries.items()), start=1):
         other = exported.entries[name]
-        expected = original.read_raw(name)
-        if name in moves:
-            expected = permute(expected, entry.dtype, moves[name])
+        expected = changed(original, moves[name]) if name in moves else original.read_raw(name)
         if (other.dtype, other.shape) != (entry.dtype, entry.shape):
             raise PlanMismatch(
                 f"{name} is {other.dtype} {list(other.shape)} in the exported checkpoint, "
@@ -320,6 +320,7 @@ def _compare_states(
     plan: Plan, layer: LinearLayer, originals: Sequence[torch.Tensor], found: Sequence[torch.Tensor]
 ) -> LayerError:
     stored = plan.array(layer.index, "key_order")
+    values = plan.array(layer.index, "value_order")
     heads = plan.head_order(layer.index, "exported")
     worst = 0.0
     for before, after in zip(originals, found, strict=True):
@@ -327,6 +328,9 @@ def _compare_states(
         if stored is not None and plan.absorbs_keys:
             index = torch.from_numpy(stored.astype(np.int64))[None, :, :, None]
             expected = before.gather(2, index.expand_as(before))
+        if values is not None and plan.absorbs_keys:
+            columns = torch.from_numpy(values.astype(np.int64))[None, :, None, :]
+            expected = expected.gather(3, columns.expand_as(expected))
         if heads is not None:
             expected = expected[:, torch.from_numpy(heads)]
         worst = max(worst, _relative(after, expected))

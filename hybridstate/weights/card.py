@@ -114,6 +114,15 @@ def _changes(plan: Plan, layout: Layout) -> Iterator[str]:
             f"- Key channels of each key head: the {precision.k_hi} protected ones first, in q, k and their "
             "convolution" + (", the decay projection and `dt_bias`." if plan.document.model.kind == "kda" else ".")
         )  # fmt: skip
+    if precision is not None and precision.value_order != "none":
+        yield "- Value dims: " + (
+            "an order of each head's own; the output norm's weight is folded into the output projection and is ones."
+            if precision.value_order == "per-head"
+            else "one order for all heads of a layer, the output norm with them."
+        )
+    placement = plan.document.placement
+    if placement is not None and placement.mode == "hybrid":
+        yield f"- Heads: the bundles of {placement.tp} ranks one after the other."
     yield f"- `config.json` names the plan under `{STATE_PLAN}`; names, dtypes, shapes and shards are the base model's."
     yield f"- Plan `{plan.digest}`, layout `{plan.document.layout_id}`."
 

@@ -43,12 +43,15 @@ class LayerOrder:
         heads: `[H]`, value heads, consistent with `bundles`.
         keys: `[Hk, K]`, key channels, by *old* key head.
         values: `[H, V]`, value dims, by *old* value head.
+        fold: the output norm's weight moves into the output projection and becomes ones, so that
+            heads which share it may order their value dims differently.
     """
 
     bundles: Index
     heads: Index
     keys: Index
     values: Index
+    fold: bool = False
 
     @classmethod
     def identity(cls, layer: LinearLayer) -> "LayerOrder":
@@ -155,6 +158,8 @@ def _ba_groups(layer: LinearLayer, order: LayerOrder) -> Index:
 
 def _value_shared(layer: LinearLayer, order: LayerOrder) -> Index:
     """One vector for all heads: it can follow only an order that all heads share."""
+    if order.fold:
+        return np.arange(layer.value_dim)  # ones in any order
     if (order.values != order.values[:1]).any():
         raise UnsupportedModel(
             f"layer {layer.index}: heads ask for different value orders, but they share one output "
@@ -211,16 +216,20 @@ class Move:
         name: tensor name.
         shape: the stored shape, or an equivalent one (same bytes) in which the axes exist.
         axes: for each axis in which something moves, old position of every new entry.
+        ones: all entries become one (an output norm that was folded).
+        norm: tensor whose weight multiplies the columns before they move.
     """
 
     name: str
     shape: tuple[int, ...]
     axes: tuple[tuple[int, Index], ...]
+    ones: bool = False
+    norm: str | None = None
 
     @property
     def still(self) -> bool:
-        """Nothing moves."""
-        return not self.axes
+        """Nothing changes."""
+        return not (self.axes or self.ones or self.norm)
 
 
 def layer_moves(
@@ -252,7 +261,8 @@ def layer_moves(
             )
         try:
             if scaled is None:
-                yield _move(layer, order, name, shapes[name], rules)
+                move = _move(layer, order, name, shapes[name], rules)
+                yield _folded(spec, layer, move, rules, shapes) if order.fold else move
             else:
                 weight = _move(layer, order, name, shapes[layer.prefix + scaled], rules)
                 yield scale_move(name, shapes[name], weight)
@@ -291,6 +301,33 @@ def _axis_of(
     elif rule.axis >= len(shape):
         return (math.prod(shape),), 0
     return shape, rule.axis
+
+
+def _folded(
+    spec: ModelSpec,
+    layer: LinearLayer,
+    move: Move,
+    rules: tuple[AxisRule, ...],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Move:
+    """The move with the layer's output norm folded into its output projection.
+
+    Raises:
+        UnsupportedModel: the projection is quantised, or the norm has one weight per channel.
+    """
+    if [rule.segments for rule in rules] == [("value_shared",)]:
+        return replace(move, ones=True)
+    if [(rule.axis, rule.segments) for rule in rules] != [(1, ("value_rows",))]:
+        return move
+    if any(move.name.removesuffix(".weight") + ending in shapes for ending in SCALES):
+        raise UnsupportedModel(
+            "a quantised output projection cannot take in the norm without being quantised again",
+            hint="use one common value order per layer, or the unquantised checkpoint",
+        )
+    norms = [
+        n for n, r in spec.family.axes.items() if [x.segments for x in r] == [("value_shared",)]
+    ]
+    return replace(move, norm=layer.prefix + norms[0])
 
 
 def scaled_weight(suffix: str) -> str | None:
@@ -365,8 +402,8 @@ def permute(raw: bytes, dtype: str, move: Move) -> bytes:
 
 
 def layer_orders(plan: Plan, spec: ModelSpec) -> tuple[LayerOrder, ...]:
-    """What the weights of each linear layer absorb of a plan: its key order, if one is shared, and
-    the heads of a `hybrid` placement, the ranks' bundles one after the other.
+    """What the weights of each linear layer absorb of a plan: its key order, if one is shared, its
+    value order, and the heads of a `hybrid` placement, the ranks' bundles one after the other.
 
     Raises:
         PlanMismatch: the plan describes other layers.
@@ -385,7 +422,12 @@ def layer_orders(plan: Plan, spec: ModelSpec) -> tuple[LayerOrder, ...]:
                 f"has {[layer.value_heads, layer.key_dim]}",
                 layer=layer.index,
             )
-        orders.append(_placed(plan, layer, LayerOrder.of_value_heads(layer, keys)))
+        order = LayerOrder.of_value_heads(layer, keys)
+        values = plan.array(layer.index, "value_order")
+        if values is not None:
+            fold = precision.value_order == "per-head"
+            order = replace(order, values=values.astype(np.int64), fold=fold)
+        orders.append(_placed(plan, layer, order))
     return tuple(orders)
 
 

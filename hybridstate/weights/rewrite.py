@@ -20,7 +20,8 @@ from hybridstate.errors import PlanMismatch, SourceError, UnsupportedModel, Usag
 from hybridstate.plan.compare import checkpoint_digests
 from hybridstate.plan.schema import PLAN_FILE, SCHEMA_VERSION, to_content
 from hybridstate.plan.store import STATE_PLAN, Plan, seal, write_files
-from hybridstate.weights.permute import LayerOrder, Move, layer_moves, permute
+from hybridstate.weights.fold import changed
+from hybridstate.weights.permute import LayerOrder, Move, layer_moves
 
 Progress = Callable[[str, int, int], None]
 
@@ -222,9 +223,8 @@ def write_shard(checkpoint: Checkpoint, source: Path, target: Path, moves: Seque
                 entry = checkpoint.entries[name]
                 _copy_range(reader, writer, position, start)
                 if next(_filled(reader, entry.start, entry.end), None) is not None:
-                    raw = checkpoint.read_raw(name)
                     writer.seek(start)
-                    writer.write(permute(raw, entry.dtype, by_name[name]))
+                    writer.write(changed(checkpoint, by_name[name]))
                 position = entry.end
             _copy_range(reader, writer, position, size)
             writer.truncate(size)
