@@ -91,6 +91,15 @@ def analyze(
         for layer in spec.layers
     )
     cutoffs = cutoffs_at(spec, horizons, w_max)
+    planned = capacity(
+        spec,
+        horizons,
+        [cutoff.selection for cutoff in cutoffs],
+        tp=tp,
+        balance=balance,
+        budget=budget,
+        requests=concurrency,
+    )
     return Analysis(
         source=source_of(checkpoint),
         spec=spec,
@@ -99,17 +108,10 @@ def analyze(
         epsilon=epsilon,
         horizons=horizons,
         cutoffs=cutoffs,
-        capacity=capacity(
-            spec,
-            horizons,
-            [cutoff.selection for cutoff in cutoffs],
-            tp=tp,
-            balance=balance,
-            budget=budget,
-            requests=concurrency,
-        ),
+        capacity=planned,
         warnings=model_warnings(checkpoint, gate_input_source=a_s_source)
-        + near_cutoff_warnings(cutoffs),
+        + near_cutoff_warnings(cutoffs)
+        + planned.warnings,
     )
 
 

@@ -84,6 +84,27 @@ def test_planning_figures_hold_the_numbers_of_the_placement(tmp_path: Path, tiny
             assert float(row["ratio_full"]) == pytest.approx(dense / state.full_bytes, rel=1e-8)
 
 
+def test_capacity_is_drawn_where_a_checkpoint_takes_no_bytes(
+    tmp_path: Path, tiny_kda: Path
+) -> None:
+    """No convolution and nothing retained: such a cutoff has no ratio."""
+    from dataclasses import replace
+
+    from hybridstate.plan.analysis import cutoffs_at
+    from hybridstate.plan.capacity import capacity
+
+    analysis = api.analyze(tiny_kda)
+    layers = tuple(replace(layer, conv_width=1) for layer in analysis.spec.layers)
+    spec = replace(analysis.spec, layers=layers)
+    horizons = tuple(np.full_like(h, 20.0) for h in analysis.horizons)
+    cutoffs = cutoffs_at(spec, horizons, [16, 64])
+    planned = capacity(spec, horizons, [c.selection for c in cutoffs])
+    changed = replace(analysis, spec=spec, horizons=horizons, cutoffs=cutoffs, capacity=planned)
+    analysis_figures(changed, tmp_path)
+    ratios = {(r["series"], r["w_max"]): r["ratio_full"] for r in rows(tmp_path / "capacity.csv")}
+    assert (ratios["ragged", "16"], ratios["ragged", "64"]) == ("1", "")
+
+
 def test_channel_picture_names_its_block_from_both_bases(tmp_path: Path, tiny_kda: Path) -> None:
     analysis = api.analyze(tiny_kda)
     analysis_figures(analysis, tmp_path)

@@ -29,6 +29,7 @@ from hybridstate.cli.options import (
 )
 from hybridstate.cli.output import Output, command
 from hybridstate.defaults import EPSILON, W_MAX
+from hybridstate.errors import UsageError
 from hybridstate.report import REPORT_FILE
 
 if TYPE_CHECKING:
@@ -120,6 +121,8 @@ def analyze(
         for folder in (output, report):
             if folder is not None:
                 check_output_folder(folder, force=force)
+        if not force:
+            _check_apart(output, report)
         if dry_run:
             for cutoff in w_max or W_MAX:
                 check_w_max(cutoff)
@@ -183,6 +186,23 @@ def analyze(
             result["report"] = page
             out.note(f"wrote {page}")
         out.result(result)
+
+
+def _check_apart(output: Path | None, report: Path | None) -> None:
+    """Refuse a page whose folder holds the other results: either is written whole, as one folder.
+
+    Raises:
+        UsageError: the same folder, or --report around it.
+    """
+    if output is None or report is None:
+        return
+    folder, page = output.resolve(), report.resolve()
+    if page in (folder, *folder.parents):
+        raise UsageError(
+            f"-o and --report need folders of their own, found {output} and {report}",
+            hint=f"take --report {output / 'report'}",
+            found=str(report),
+        )
 
 
 def _dry_run(

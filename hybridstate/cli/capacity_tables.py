@@ -151,6 +151,8 @@ def _cached(out: Output, found: "Capacity", budget: int, requests: int) -> None:
 
 
 def _wanted(out: Output, found: "Capacity", requests: int) -> None:
+    from hybridstate.plan.widths import LONGEST_CUTOFF
+
     out.table(
         f"smallest W_max that allows {requests:,} requests at once (FP32 live states)",
         ("reserved", "dense", "FP32 stored", "INT8 stored"),
@@ -163,7 +165,7 @@ def _wanted(out: Output, found: "Capacity", requests: int) -> None:
             )
             for wanted in found.wanted
         ],
-        note="none: even with nothing retained the live and convolution states take more",
+        note=f"none: no cutoff of up to {LONGEST_CUTOFF:,} tokens is enough",
     )
 
 
@@ -171,7 +173,8 @@ def size(budget: int) -> str:
     """`8 GiB` or `512 MiB`, with digits only where they are needed."""
     if budget < _MIB:
         return f"{budget:,} bytes"
-    return f"{budget / _GIB:,.4g} GiB" if budget >= _GIB else f"{budget / _MIB:,.4g} MiB"
+    value, unit = (budget / _GIB, "GiB") if budget >= _GIB else (budget / _MIB, "MiB")
+    return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.4g} {unit}"
 
 
 def _live(state: "State") -> str:

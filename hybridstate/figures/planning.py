@@ -76,6 +76,7 @@ def capacity_figure(analysis: Analysis, folder: Path) -> None:
     """How many more states fit into the same bytes of one rank, by layout and placement.
 
     Dense over compressed bytes of a slot with the convolution state; slot 0 and staging not counted.
+    A slot without bytes, where nothing is retained and there is no convolution, has no point.
     """
     spec, found = analysis.spec, analysis.capacity
     tp, dense = found.tp, found.dense
@@ -94,22 +95,26 @@ def capacity_figure(analysis: Analysis, folder: Path) -> None:
     figure = new_figure(7.0, 3.8)
     axes = figure.add_subplot()
     rows: list[tuple[object, ...]] = []
+    highest = 1.0
     for name, (width, unit, colour, style) in series.items():
         label = name if ranks else name.replace(", balanced", "").replace(", off", "")
         units = [width(w) for w in grid]
         slots = [n * unit + dense.conv_bytes for n in units]
-        ratios = [dense.full_bytes / size for size in slots]
+        ratios = [dense.full_bytes / size if size else np.nan for size in slots]
+        highest = np.nanmax([highest, *ratios])
         axes.plot(grid, ratios, color=colour, linestyle=style, label=label)
         at = [ratio for w, ratio in zip(grid, ratios, strict=True) if w in given]
         axes.plot(given, at, "o", color=colour, markersize=4)
         rows += [
-            (label, w, n, size, digits(ratio))
+            (label, w, n, size, digits(ratio) if size else "")
             for w, n, size, ratio in zip(grid, units, slots, ratios, strict=True)
         ]
-    limit = dense.full_bytes / dense.conv_bytes
-    axes.axhline(
-        limit, color=COLOURS[6], linewidth=0.8, linestyle=":", label="convolution state alone"
-    )
+    limit = highest
+    if dense.conv_bytes:
+        limit = dense.full_bytes / dense.conv_bytes
+        axes.axhline(
+            limit, color=COLOURS[6], linewidth=0.8, linestyle=":", label="convolution state alone"
+        )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(_W_GRID, [f"{w:,}" for w in _W_GRID], fontsize=8)

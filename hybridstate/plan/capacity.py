@@ -11,8 +11,10 @@ each with the BF16 convolution state, which is never compressed. A pool of B byt
 `floor(B / b) - 1` usable slots: allocators keep slot 0 for themselves (DASC C.1).
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import ROUND_HALF_EVEN, Decimal
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -32,6 +34,11 @@ from hybridstate.plan.select import Selection
 from hybridstate.plan.widths import slot_width, smallest_cutoff
 
 Format = Literal["fp32", "int8-checkpoint", "packed"]
+
+_SIZE: Final = re.compile(
+    r"(?P<number>([0-9]{1,20}(\.[0-9]{0,20})?|\.[0-9]{1,20})(e[0-9]{1,2})?) *(?P<unit>[a-z]*)",
+    re.I | re.ASCII,
+)
 
 CACHED_PER_REQUEST: Final = 2
 """Slots that engines add per request for cached prefixes: the difference of sized and held."""
@@ -167,6 +174,16 @@ class Capacity:
     budget: int | None = None
     requests: int | None = None
     wanted: tuple[Wanted, ...] = ()
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """A budget in which not even one request has a dense state."""
+        if self.budget is None or self.dense.slots(self.budget):
+            return ()
+        return (
+            f"a budget of {self.budget:,} bytes per rank holds no usable dense slot: one takes "
+            f"{self.dense.full_bytes:,} bytes, and slot 0 is the allocator's own",
+        )
 
     @property
     def states(self) -> tuple[State, ...]:
@@ -311,8 +328,11 @@ def capacity(
 
 
 def usable_slots(budget: int, slot_bytes: int) -> int:
-    """`floor(budget / slot) - 1`, at least 0: slot 0 is the allocator's own."""
-    return max(0, budget // slot_bytes - 1)
+    """`floor(budget / slot) - 1`, at least 0: slot 0 is the allocator's own.
+
+    A state without bytes (nothing retained, no convolution) counts as one.
+    """
+    return max(0, budget // max(1, slot_bytes) - 1)
 
 
 def unit_bytes(spec: ModelSpec, stored: Literal["fp32", "int8-checkpoint"]) -> int:
@@ -394,18 +414,12 @@ def parse_bytes(text: str) -> int:
         for power, prefix in enumerate("KMGT")
         for suffix, base in (("iB", 1024), ("B", 1000))
     }
-    number = text.strip()
-    for suffix in sorted(units, key=len, reverse=True):
-        if suffix and number.lower().endswith(suffix.lower()):
-            number, scale = number[: -len(suffix)].strip(), units[suffix]
-            break
-    else:
-        scale = 1
-    try:
-        value = float(number)
-        size = round(value * scale) if np.isfinite(value) else 0
-    except (ValueError, OverflowError):
-        size = 0
+    scales = {unit.lower(): scale for unit, scale in units.items()}
+    found = _SIZE.fullmatch(text.strip())
+    size = 0
+    if found and found["unit"].lower() in scales:
+        exact = Decimal(found["number"]) * scales[found["unit"].lower()]
+        size = int(exact.to_integral_value(ROUND_HALF_EVEN))
     if not 0 < size < 2**63:
         raise UsageError(f"a size such as 8GiB or 512MB is expected, found {text!r}", found=text)
     return size

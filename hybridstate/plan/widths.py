@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from hybridstate.families import ModelSpec
 from hybridstate.plan.placement import Balance, check_tp
 
-_LONGEST_CUTOFF: Final = 2**20
+LONGEST_CUTOFF: Final = 2**20
+"""The largest cutoff that the search for one tries."""
 
 
 def slot_width(
@@ -49,7 +50,7 @@ def smallest_cutoff(enough: Callable[[int], bool]) -> int | None:
 
     A larger cutoff never keeps more, so bisection finds it.
     """
-    low, high = 4, _LONGEST_CUTOFF
+    low, high = 4, LONGEST_CUTOFF
     if not enough(high):
         return None
     while low < high:

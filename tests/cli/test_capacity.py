@@ -116,7 +116,42 @@ def test_impossible_options_are_refused_also_by_a_dry_run(
     assert mentions in result.stderr
 
 
+def test_none_does_not_say_that_nothing_is_retained(tiny_kda: Path) -> None:
+    """With a safe gate near 1 even the longest cutoff keeps units, so memory is not the live states'."""
+    result = run("analyze", tiny_kda, "--lower-bound", "-5", "--gate-input", "-40", *ALL)
+    assert result.exit_code == 0, result.output
+    assert "none: no cutoff of up to 1,048,576 tokens is enough" in result.stdout
+
+
+def test_budget_without_a_usable_dense_slot_is_a_warning_in_tables_and_json(
+    tiny_kda: Path,
+) -> None:
+    options = ("analyze", tiny_kda, "--budget", "8")
+    assert "holds no usable dense slot" in run(*options).stderr
+    (warning,) = json.loads(run(*options, "--json").stdout)["warnings"]
+    assert warning.startswith("a budget of 8 bytes per rank")
+
+
+@pytest.mark.parametrize(("output", "report"), [("out", "out"), ("out/data", "out")])
+def test_results_and_page_need_folders_of_their_own(
+    tiny_kda: Path, tmp_path: Path, output: str, report: str
+) -> None:
+    options = ("-o", tmp_path / output, "--report", tmp_path / report)
+    result = run("analyze", tiny_kda, *options)
+    assert result.exit_code == 2, result.output
+    assert "need folders of their own" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_page_may_lie_inside_the_results(tiny_kda: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = run("analyze", tiny_kda, "-o", out, "--report", out / "report", "--w-max", "16")
+    assert result.exit_code == 0, result.output
+    assert (out / "report" / "index.html").is_file()
+
+
 def test_sizes_are_printed_without_needless_digits() -> None:
+    assert size(20 * 2**40) == "20,480 GiB"
     assert [size(n) for n in (8 * 2**30, 3 * 2**29, 2**20, 1000)] == [
         "8 GiB",
         "1.5 GiB",

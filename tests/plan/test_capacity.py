@@ -229,6 +229,9 @@ def test_bisection_finds_the_edge_or_says_there_is_none() -> None:
         ("4096", 4096),
         ("10B", 10),
         ("2TiB", 2 * 1024 * GIB),
+        (".5GiB", GIB // 2),
+        ("1e3", 1000),
+        ("9007199254740993", 2**53 + 1),
     ],
 )
 def test_sizes_are_read_in_binary_and_decimal_units(text: str, size: int) -> None:
@@ -236,11 +239,34 @@ def test_sizes_are_read_in_binary_and_decimal_units(text: str, size: int) -> Non
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "8 GiBs", "-1GiB", "0", "nan", "inf", "1e400", "8Gi", "1e30GiB"]
+    "text",
+    [
+        *("", "GiB", "8 GiBs", "-1GiB", "0", "nan", "inf", "1e400", "8Gi", "1e30GiB"),
+        *("1_000MiB", "\uff18GiB", "+8GiB", "8,5GiB", ".", "0.2", "1e-9GiB"),
+    ],
 )
 def test_text_that_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="a size such as 8GiB"):
         parse_bytes(text)
+
+
+def test_state_without_bytes_has_slots_and_does_not_stop_the_count() -> None:
+    spec = SPECS["kimi_linear"]
+    bare = replace(spec, layers=tuple(replace(layer, conv_width=1) for layer in spec.layers))
+    horizons = [np.ones((32, 128)) for _ in spec.layers]
+    found = capacity(bare, horizons, [select(horizons, 16)], tp=8, budget=GIB, requests=4)
+    assert found.checkpoints[0].full_bytes == 0
+    assert found.checkpoints[0].slots(GIB) == GIB - 1
+    assert found.to_json()["states"][1]["ratio_full"] is None
+    assert all(wanted.fp32 == 4 for wanted in found.wanted)
+
+
+def test_budget_below_one_usable_dense_slot_is_warned_of() -> None:
+    bare = planned("kimi_linear")
+    (warning,) = replace(bare, budget=2 * bare.dense.full_bytes - 1).warnings
+    assert f"{bare.dense.full_bytes:,} bytes" in warning
+    assert not replace(bare, budget=2 * bare.dense.full_bytes).warnings
+    assert not replace(bare, budget=None).warnings
 
 
 def test_impossible_requests_are_refused() -> None:
