@@ -161,10 +161,11 @@ def checked_range(response: Any, file: str, start: int, end: int) -> int:
 def gave_up(repo: str, url: str, what: str, reason: str) -> SourceError:
     host = urlsplit(url).netloc
     busy = reason.startswith("status ")
+    wanted = what if what.endswith(f" of {repo}") else f"{what} of {repo}"
     message = (
-        f"{host} answers with {reason}, when asked for {what} of {repo}"
+        f"{host} answers with {reason}, when asked for {wanted}"
         if busy
-        else f"cannot get {what} of {repo} from {host}: {reason}"
+        else f"cannot get {wanted} from {host}: {reason}"
     )
     return SourceError(
         message,

@@ -16,7 +16,7 @@ from hybridstate.checkpoint.header import TensorEntry, decode
 from hybridstate.checkpoint.hub import HubName, hub_name, read_hub
 from hybridstate.checkpoint.index import config_digest
 from hybridstate.checkpoint.parts import Origin, Read, Reader
-from hybridstate.errors import NumericError, SourceError
+from hybridstate.errors import NumericError, SourceError, UsageError
 from hybridstate.families import LinearLayer, ModelSpec, check_log_scale, detect
 from hybridstate.families.detect import check_blocks
 from hybridstate.provenance import canonical_json, sha256_bytes
@@ -284,6 +284,10 @@ def require_weights(model: str | Path) -> None:
 
 def _resolve(model: str) -> HubName | tuple[Path, str, tuple[str, ...]]:
     """A Hub name, or folder, display name and notes of a MODEL argument."""
+    if not model.strip():
+        raise UsageError(
+            "MODEL is empty", hint="give a folder with config.json; . is the current one"
+        )
     named = None if model.startswith((".", "/", "~")) else hub_name(model)
     if named is not None and named.explicit:
         return named

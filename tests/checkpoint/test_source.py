@@ -12,7 +12,7 @@ import pytest
 
 from hybridstate.checkpoint import source as module
 from hybridstate.checkpoint.source import open_checkpoint
-from hybridstate.errors import HybridStateError, NumericError, SourceError
+from hybridstate.errors import HybridStateError, NumericError, SourceError, UsageError
 from tests.tiny import write_checkpoint, write_safetensors
 
 Damage = Callable[[Path], None]
@@ -270,6 +270,16 @@ def test_a_folder_that_looks_like_a_hub_name_wins_and_says_so(
 def test_path_like_name_is_never_taken_for_a_hub_name(model: str) -> None:
     with pytest.raises(SourceError, match="no model at"):
         open_checkpoint(model)
+
+
+@pytest.mark.parametrize("model", ["", " "])
+def test_empty_name_is_not_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    monkeypatch.chdir(write_checkpoint(tmp_path / "model", "kimi_linear"))
+    with pytest.raises(UsageError, match="MODEL is empty"):
+        open_checkpoint(model)
+    assert open_checkpoint(".").name == "model"
 
 
 def test_file_instead_of_a_folder_is_refused(tiny_kda: Path) -> None:

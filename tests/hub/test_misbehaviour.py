@@ -58,6 +58,12 @@ def test_a_connection_cut_each_time_ends(hub: StandIn, read: Reader) -> None:
     assert SHARD in error["message"]
 
 
+@pytest.mark.parametrize("at", ["/api/models", SHARD])
+def test_the_repository_is_named_once(hub: StandIn, read: Reader, at: str) -> None:
+    hub.faults.append(Fault("500", at=at))
+    assert read.error()["message"].count("org/model") == 1
+
+
 def test_a_server_that_ignores_ranges_costs_no_shard(
     hub: StandIn, read: Reader, tmp_path: Path, tiny_kda_shards: Path
 ) -> None:
