@@ -34,8 +34,9 @@ RECOVERY: Final[dict[Variant, Literal["zero", "suffix_replay"]]] = {
 
 Whole = Annotated[int, Field(strict=True, ge=0)]
 Positive = Annotated[int, Field(strict=True, gt=0)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Share = Annotated[Finite, Field(ge=0, le=1)]
+Above = Annotated[Finite, Field(gt=0)]
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(min_length=1)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -49,7 +50,7 @@ class Quality(_Kept):
     """One slice: how well requests went on after a restore, and whether the restore was exact."""
 
     slice_id: Text
-    perplexity_retention: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    perplexity_retention: Above
     top1_agreement: Share
     finite_continuation_logits: Flag
     retained_state_exact: Flag
@@ -64,7 +65,7 @@ class Measurement(_Kept):
     wmax: Positive
     retained_heads: Whole
     total_heads: Positive
-    checkpoint_savings: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+    checkpoint_savings: Annotated[Finite, Field(ge=0, lt=1)]
     quality: Annotated[tuple[Quality, ...], Field(min_length=1)]
 
     @model_validator(mode="after")
@@ -90,7 +91,7 @@ class LayerPolicy(_Kept):
     """Heads of one layer: which are kept, and the horizons that decided it."""
 
     num_heads: Positive
-    static_horizons: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...]
+    static_horizons: tuple[Above, ...]
     retained_heads: tuple[Whole, ...]
     omitted_heads: tuple[Whole, ...]
 
@@ -109,7 +110,7 @@ class Policy(_Kept):
     format_version: Literal[1] = 1
     variant: Variant
     recovery: Literal["zero", "suffix_replay"]
-    epsilon: Annotated[float, Field(gt=0, lt=1)]
+    epsilon: Annotated[Above, Field(lt=1)]
     static_gate_input: Finite
     decay_parameter_storage_dtype: StorageDtype = "float32"
     selected_wmax: Positive
@@ -156,8 +157,18 @@ def read_policy(path: str | Path) -> Policy:
     def refuse_constant(text: str) -> float:
         raise ValueError(f"{text} is not a number a policy may hold")
 
+    def refuse_repeated(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"{twice} appears twice in one object")
+        return found
+
     try:
-        content = json.loads(file.read_bytes(), parse_constant=refuse_constant)
+        content = json.loads(
+            file.read_bytes(), parse_constant=refuse_constant, object_pairs_hook=refuse_repeated
+        )
         return Policy.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]

@@ -123,6 +123,14 @@ def test_placement_that_does_not_follow_from_the_masks_is_refused(
         seal(content, arrays)
 
 
+def test_hybrid_accepts_any_map_with_as_many_bundles_on_every_rank(tiny_kda: Path) -> None:
+    plan = placed(tiny_kda, "storage")
+    content = to_content(plan.document)
+    del content["arrays"], content["content_digest"]
+    content["placement"]["mode"] = "hybrid"
+    seal(content, dict(plan.arrays))
+
+
 def test_layers_with_different_key_heads_have_no_placement(tiny_kda: Path) -> None:
     plan = placed(tiny_kda, "off")
     layers = list(plan.document.model.layers)

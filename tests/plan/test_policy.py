@@ -200,6 +200,9 @@ def _change(*path: Any, to: Any) -> Callable[[dict[str, Any]], None]:
         (_change("wmax_candidates", to=[]), "wmax_candidates"),
         (_change("wmax_candidates", to=[16, 64]), "one measurement is needed"),
         (_change("epsilon", to=1.0), "epsilon"),
+        (_change("epsilon", to="0.001"), "epsilon"),
+        (_change("static_gate_input", to=True), "static_gate_input"),
+        (_change("layers", 0, "static_horizons", 0, to="9"), "static_horizons"),
         (_change("model_revision", to=""), "model_revision"),
         (_change("granularity", to="kda_channel"), "granularity"),
         (_change("decay_parameter_storage_dtype", to="float8"), "decay_parameter_storage_dtype"),
@@ -224,6 +227,14 @@ def test_policy_that_contradicts_itself_is_refused_by_name(
     with pytest.raises(SourceError, match=mentions) as caught:
         read_policy(file)
     assert "\n" not in caught.value.message
+
+
+def test_key_that_appears_twice_is_refused(tmp_path: Path, tiny_gdn: Path) -> None:
+    file = tmp_path / "policy.json"
+    text = policy_bytes(policy(tiny_gdn)).decode()
+    file.write_text(text.replace('"epsilon"', '"epsilon": 0.5, "epsilon"', 1))
+    with pytest.raises(SourceError, match="epsilon appears twice"):
+        read_policy(file)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"epsilon": NaN}', "[" * 5000])
