@@ -53,7 +53,8 @@ def main() -> int:
             print(title, flush=True)
     versions = environment()
     text += (
-        "\nEmbedded models: 4 texts of 192 tokens of held-out prose, 32 new tokens each; random models: 2 texts of 32, 6 new\n"
+        "\nEmbedded models: 4 texts of 192 tokens of held-out prose, 32 new tokens each; random models: 2 texts of "
+        "32, 6 new\n"
         f"tokens. On a CPU, torch {versions['torch']}, "
         f"transformers {versions['transformers']}. Written by `scripts/verification.py`.\n"
         "olmo_hybrid as transformers saves it is refused: its convolution is split in the wrong places.\n"
