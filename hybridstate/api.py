@@ -394,8 +394,8 @@ def export_plan(
     if weights or (weights is None and measured is not None and measured.key_order == "shared"):
         layout = lay_out(checkpoint, layer_orders(plan, checkpoint.spec))
         check_disk(layout, target)
-    if kernels is not None:
-        check_kernels(plan, Path(kernels), target, force=force)
+    module = None if kernels is None else Path(kernels)
+    check_kernels(plan, module, target, force=force)
     if dry_run:
         return ExportedPlan(target, plan, layout, written=False)
     return write_export(
@@ -403,10 +403,8 @@ def export_plan(
         plan,
         layout,
         target,
-        kernels=None if kernels is None else Path(kernels),
-        check=(lambda folder: verify(model, folder, progress=progress).to_json())
-        if check
-        else None,
+        kernels=module,
+        check=(lambda made: verify(model, made, progress=progress).to_json()) if check else None,
         force=force,
         progress=progress,
     )

@@ -115,12 +115,14 @@ def write_export(
     return ExportedPlan(target, plan, layout, True, verification, file)
 
 
-def check_kernels(plan: Plan, kernels: Path, target: Path, *, force: bool) -> None:
+def check_kernels(plan: Plan, kernels: Path | None, target: Path, *, force: bool) -> None:
     """Refuse before the first byte what could not be emitted.
 
     Raises:
         UsageError: the plan has no packed state, or the module exists already.
     """
+    if kernels is None:
+        return
     if plan.document.precision is None:
         raise UsageError(
             "there is no kernel for a plan without a packed state", hint="add --calibration DIR"
