@@ -171,7 +171,7 @@ _CAPTIONS: Final = {
     "dashed line are kept at that cutoff.",
     "horizons": "Tokens until the stated share of a unit's content is left.",
     "horizon_map": "Each cell is a value head; for key channels, the median over its channels. Grey "
-    "blocks are full attention.",
+    "blocks have no recurrent state.",
     "retained": "Share of each head that a checkpoint keeps at each cutoff.",
     "channels": "The layer whose kept share is nearest the median over layers. Its number is given "
     "counted from 0 and from 1.",

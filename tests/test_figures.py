@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hybridstate import api
-from hybridstate.figures import analysis_figures, figure_names
+from hybridstate.figures import analysis_figures, figure_names, style
 from hybridstate.plan.retention import retention_map
 
 
@@ -103,6 +103,49 @@ def test_capacity_is_drawn_where_a_checkpoint_takes_no_bytes(
     analysis_figures(changed, tmp_path)
     ratios = {(r["series"], r["w_max"]): r["ratio_full"] for r in rows(tmp_path / "capacity.csv")}
     assert (ratios["ragged", "16"], ratios["ragged", "64"]) == ("1", "")
+
+
+@pytest.mark.parametrize("model", ["tiny_gdn", "tiny_kda"])
+def test_no_title_or_legend_is_cut_off_or_covers_a_curve(
+    tmp_path: Path, model: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One cutoff gives the narrowest pictures; the name is as long as those of released models."""
+    from dataclasses import replace
+
+    from matplotlib.figure import Figure
+
+    drawn: dict[str, Figure] = {}
+    save = Figure.savefig
+
+    def kept(figure: Figure, path: Path, **options: object) -> None:
+        drawn[path.stem] = figure
+        save(figure, path, **options)
+
+    monkeypatch.setattr(Figure, "savefig", kept)
+    analysis = api.analyze(request.getfixturevalue(model), w_max=(64,), tp=2, balance="hybrid")
+    long = replace(analysis.source, name="NVIDIA-Nemotron-3-Super-120B-A12B")
+    analysis_figures(replace(analysis, source=long), tmp_path)
+    assert set(drawn) == set(figure_names(analysis.spec.unit, 2))
+    for name, figure in drawn.items():
+        figure.draw_without_rendering()  # at its own resolution, not that of the file
+        assert all(axes.get_legend() is None for axes in figure.axes), name
+        titles = [t for axes in figure.axes for t in (axes.title, axes._left_title)]  # type: ignore[attr-defined]
+        texts = [t for t in (*titles, figure._suptitle) if t is not None and t.get_text()]  # type: ignore[attr-defined]
+        for item in (*texts, *figure.legends):
+            box = item.get_window_extent()
+            assert box.x0 >= 0 <= box.y0, (name, item)
+            assert box.x1 <= figure.bbox.x1, (name, item)
+            assert box.y1 <= figure.bbox.y1, (name, item)
+
+
+def test_grey_blocks_are_called_what_they_are(tiny_gdn: Path) -> None:
+    from dataclasses import replace
+
+    analysis = api.analyze(tiny_gdn)
+    assert style.grey_label(analysis) == "full attention (no recurrent state)"
+    family = replace(analysis.spec.family, analysis_only=True)
+    mixed = replace(analysis, spec=replace(analysis.spec, family=family))
+    assert style.grey_label(mixed) == "other blocks (no recurrent state)"
 
 
 def test_channel_picture_names_its_block_from_both_bases(tmp_path: Path, tiny_kda: Path) -> None:

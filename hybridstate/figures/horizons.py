@@ -10,6 +10,7 @@ from hybridstate.figures.style import (
     COLOURS,
     FULL_ATTENTION,
     digits,
+    grey_label,
     map_colours,
     new_figure,
     save_figure,
@@ -85,7 +86,7 @@ def decay_figure(analysis: Analysis, folder: Path) -> None:
     axes.set_ylim(0, max(float(share.max()), 1e-9) * (1.05 + 0.07 * _LABEL_ROWS))
     axes.set_xlabel("share of a unit that one token leaves, at the representative gate input")
     axes.set_ylabel("key channels, %" if analysis.spec.unit == "channel" else "value heads, %")
-    axes.legend(loc="upper left", fontsize=8, frameon=False)
+    figure.legend(loc="outside lower center", fontsize=8, frameon=False, ncols=2)
     set_title(axes, analysis, "static one-step decay")
     save_figure(figure, folder / "decay", ("from_alpha", "to_alpha", "units"), rows)
 
@@ -183,7 +184,7 @@ def horizon_map_figure(analysis: Analysis, folder: Path) -> None:
     what = "horizon of each head" if spec.unit == "head" else "median horizon of each head"
     set_title(axes, analysis, what)
     if spec.num_layers > len(spec.layers):
-        grey = Patch(color=FULL_ATTENTION, label="full attention (no recurrent state)")
+        grey = Patch(color=FULL_ATTENTION, label=grey_label(analysis))
         figure.legend(handles=[grey], loc="outside lower center", fontsize=8, frameon=False)
     save_figure(figure, folder / "horizon_map", ("block", "value_head", "horizon_tokens"), rows)
 
@@ -206,8 +207,8 @@ def channels_figure(analysis: Analysis, folder: Path) -> None:
     set_title(
         axes,
         analysis,
-        f"channel horizons of one layer, block {block} (0-based; {block + 1} in 1-based lists)\n"
-        f"it keeps {100 * mean:.1f} % at $W_{{max}}$ {selection.w_max}, nearest the median layer's "
+        f"channel horizons of one layer\nblock {block} (0-based; {block + 1} in 1-based lists) keeps "
+        f"{100 * mean:.1f} % at $W_{{max}}$ {selection.w_max}; median layer "
         f"{100 * float(np.median(found.layer_means)):.1f} %",
     )
     rows = [

@@ -92,7 +92,7 @@ def capacity_figure(analysis: Analysis, folder: Path) -> None:
     }
     given = sorted({cutoff.selection.w_max for cutoff in analysis.cutoffs})
     grid = sorted({*_W_GRID, *given})
-    figure = new_figure(7.0, 3.8)
+    figure = new_figure(7.0, 4.2)
     axes = figure.add_subplot()
     rows: list[tuple[object, ...]] = []
     highest = 1.0
@@ -125,7 +125,7 @@ def capacity_figure(analysis: Analysis, folder: Path) -> None:
     axes.grid(axis="y", linewidth=0.4, alpha=0.6)
     axes.set_xlabel("cutoff $W_{max}$ in tokens")
     axes.set_ylabel("states in the same bytes")
-    axes.legend(fontsize=8, facecolor="white", edgecolor="none", framealpha=1, loc="upper left")
+    figure.legend(loc="outside lower center", fontsize=8, frameon=False, ncols=3)
     where = f"capacity per rank, {tp} ranks" if ranks else "capacity"
     set_title(axes, analysis, f"{where}, dense = 1")
     header = ("series", "w_max", "slot_units", "slot_bytes", "ratio_full")
@@ -137,7 +137,7 @@ def load_figure(analysis: Analysis, folder: Path) -> None:
     found = analysis.capacity
     panels = found.placements[:_MOST_PANELS]
     kinds = _load_kinds(found)
-    figure = new_figure(1.4 + 2.6 * len(panels), 3.4)
+    figure = new_figure(max(6.6, 1.4 + 2.6 * len(panels)), 3.4)
     grid = figure.subplots(1, len(panels), squeeze=False)[0]
     rows: list[tuple[object, ...]] = []
     for cutoff, placement in zip(analysis.cutoffs, found.placements, strict=True):

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridstate.figures.style import FULL_ATTENTION, digits, map_colours, new_figure, save_figure
+from hybridstate.figures.style import (
+    FULL_ATTENTION,
+    digits,
+    grey_label,
+    map_colours,
+    new_figure,
+    save_figure,
+)
 from hybridstate.plan.analysis import Analysis
 from hybridstate.plan.select import Selection
 
@@ -16,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def retained_figure(analysis: Analysis, folder: Path) -> None:
-    """Retained share by block and head, one panel per cutoff, full-attention blocks in grey."""
+    """Retained share by block and head, one panel per cutoff, blocks without a state in grey."""
     spec = analysis.spec
     heads = max(layer.value_heads for layer in spec.layers)
     panels, rows = [], []
@@ -38,13 +45,13 @@ def retained_figure(analysis: Analysis, folder: Path) -> None:
 def _panels(
     analysis: Analysis, panels: Sequence[tuple[Selection, NDArray[np.float64]]]
 ) -> "Figure":
-    """One map per selection, at most four in a row; NaN is full attention."""
+    """One map per selection, at most four in a row; NaN has no recurrent state."""
     from matplotlib.patches import Patch
 
     columns = min(4, len(panels))
     lines = -(-len(panels) // columns)
     height = min(9.0, max(2.4, 1.0 + 0.16 * analysis.spec.num_layers)) * lines + 0.6
-    figure = new_figure(max(4.6, 1.4 + 2.2 * columns), height)
+    figure = new_figure(max(5.6, 1.4 + 2.2 * columns), height)
     colours = map_colours()
     grids = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
     for axes in grids.flat[len(panels) :]:
@@ -66,7 +73,8 @@ def _panels(
         axes.set_xlabel("value head")
     for axes in grids[:, 0]:
         axes.set_ylabel("model block")
-    legend = [Patch(color=FULL_ATTENTION, label="full attention (no recurrent state)")]
+    grey = analysis.spec.num_layers > len(analysis.spec.layers)
+    legend = [Patch(color=FULL_ATTENTION, label=grey_label(analysis))] if grey else []
     if analysis.spec.unit == "channel":
         figure.colorbar(image, ax=list(grids.flat), label="share of channels kept")
     else:

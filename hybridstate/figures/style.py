@@ -64,6 +64,12 @@ def set_title(axes: "Axes", analysis: Analysis, text: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def grey_label(analysis: Analysis) -> str:
+    """What grey blocks are: full attention, in Mamba2 hybrids also blocks of an MLP or experts."""
+    other = "full attention" if not analysis.spec.family.analysis_only else "other blocks"
+    return f"{other} (no recurrent state)"
+
+
 def digits(value: Any) -> str:
     """A number with the digits that matter, the same on every platform."""
     return f"{float(value):.9g}"
