@@ -409,5 +409,5 @@ def _cell(value: object) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
+        return f"{value:,.0f}" if 999.95 <= abs(value) < 1e9 else f"{value:.4g}"
     return _printable(str(value)).replace("\n", " ")

@@ -182,6 +182,22 @@ def test_narrow_terminal_gets_records_with_every_digit(
         assert lines.count("  first   123,456,789,012") == 2
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.123456, "0.1235"), (999.94, "999.9"), (999.96, "1,000"), (6940.4, "6,940"),
+        (9999.7, "10,000"), (-1234.5, "-1,234"), (239_054.0, "239,054"), (5e9, "5e+09"),
+    ],
+)  # fmt: skip
+def test_numbers_have_four_digits_or_all_before_the_point(
+    capsys: pytest.CaptureFixture[str], value: float, text: str
+) -> None:
+    with command("demo") as out:
+        out.table("numbers", ("value",), [(value,)])
+        out.result({})
+    assert capsys.readouterr().out.split()[-1] == text
+
+
 def test_progress_off_a_terminal_is_a_line_every_ten_seconds(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
