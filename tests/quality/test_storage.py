@@ -33,7 +33,7 @@ def test_exported_model_equals_the_original(name: str, tmp_path: Path) -> None:
     assert (found.packed is None) is (name in ATTENTION_NOT_CONTINUED)
     if found.packed is not None:
         assert found.packed.logit_error <= storage.PACKED_ERROR
-        assert found.packed.storage_error < 2e-2  # FP16 rows alone
+        assert found.packed.storage_error < 1e-2  # FP16 rounding of each step: up to 7.0e-3 here
         assert found.packed.differing == 0
     assert found.to_json()["bf16"]["ratio"] == found.bf16.ratio
 
