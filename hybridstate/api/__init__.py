@@ -1,0 +1,11 @@
+"""The verbs, each as the list of its stages. No mathematics, no printing: read this room first."""
+
+from hybridstate.api.analysis import analyze as analyze
+from hybridstate.api.analysis import inspect as inspect
+from hybridstate.api.analysis import validate_horizons as validate_horizons
+from hybridstate.api.calibration import calibrate as calibrate
+from hybridstate.api.export import export_plan as export_plan
+from hybridstate.api.export import verify as verify
+from hybridstate.bench.verbs import bench_decode as bench_decode
+from hybridstate.bench.verbs import bench_restore as bench_restore
+from hybridstate.bench.verbs import bench_update as bench_update
