@@ -46,6 +46,7 @@ class Simulation:
         kl: `[A, S, N]` KL divergence of the arm's next-token distribution from FP32's, in nats.
         same_top: `[A, S, N]` whether both prefer the same token.
         nll: `[A, S, N]` negative log-likelihood of the token that follows, in nats.
+        hit: `[A, S, N]` whether the arm's most likely token is the one that follows.
         steps: updates after which states were compared, the last one included.
         state_error: `[steps, A, S]`, ||S^q - S|| / ||S|| per layer, mean over layers.
         saturated: per arm, values beyond FP16 that were to be stored as FP16, at chunk ends and compared updates.
@@ -58,6 +59,7 @@ class Simulation:
     kl: NDArray[np.float64]
     same_top: NDArray[np.bool_]
     nll: NDArray[np.float64]
+    hit: NDArray[np.bool_]
     steps: tuple[int, ...]
     state_error: NDArray[np.float64]
     saturated: tuple[int, ...]
@@ -173,6 +175,7 @@ def simulate(
         kl=np.concatenate([p.kl for p in parts], 1),
         same_top=np.concatenate([p.same_top for p in parts], 1),
         nll=np.concatenate([p.nll for p in parts], 1),
+        hit=np.concatenate([p.hit for p in parts], 1),
         steps=parts[0].steps,
         state_error=np.concatenate([p.state_error for p in parts], 2),
         saturated=tuple(sum(p.saturated[i] for p in parts) for i in range(len(arms))),
@@ -204,6 +207,7 @@ class _Pass:
     kl: NDArray[np.float64]
     same_top: NDArray[np.bool_]
     nll: NDArray[np.float64]
+    hit: NDArray[np.bool_]
     steps: tuple[int, ...]
     state_error: NDArray[np.float64]
     saturated: tuple[int, ...]
@@ -251,13 +255,13 @@ def _pass(
 
     shape = (len(arms), sequences, updates)
     kl, nll = np.empty(shape), np.empty(shape)
-    same_top = np.empty(shape, dtype=bool)
+    same_top, hit = np.empty(shape, dtype=bool), np.empty(shape, dtype=bool)
     errors: list[NDArray[np.float64]] = []
     with swap(loaded, decode=requantised_decode(arms, count, storage)):
         for update in range(1, updates + 1):
             logits = decode(loaded, generated[everyone, update - 1], cache)
             at = update - 1
-            kl[:, :, at], same_top[:, :, at], nll[:, :, at] = compare(
+            kl[:, :, at], same_top[:, :, at], nll[:, :, at], hit[:, :, at] = compare(
                 logits, generated[:, update], len(arms)
             )
             if update in steps:
@@ -271,7 +275,7 @@ def _pass(
     names = ", ".join(arm.name for arm in arms)
     check_states(loaded, recurrent_states(cache), prompts * len(arms), f"after validating {names}")
     per_channel = tuple((total / len(sampled)).cpu().numpy() for total in channels)
-    return _Pass(kl, same_top, nll, steps, np.stack(errors), tuple(saturated), per_channel)
+    return _Pass(kl, same_top, nll, hit, steps, np.stack(errors), tuple(saturated), per_channel)
 
 
 def comparison_steps(updates: int) -> tuple[int, ...]:
@@ -288,17 +292,18 @@ def channel_samples(updates: int) -> tuple[int, ...]:
 
 def compare(
     logits: torch.Tensor, following: torch.Tensor, arms: int
-) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.float64]]:
-    """KL from FP32, equal top token, and NLL of `following [S]`, each `[A, S]`, from `[A * S, vocab]`.
+) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.float64], NDArray[np.bool_]]:
+    """KL from FP32, equal top token, NLL and hit of `following [S]`, each `[A, S]`, from `[A * S, vocab]`.
 
     In float64: the divergences of good formats are smaller than float32 rounding of a sum of log terms.
     """
     log_p = torch.log_softmax(logits.to(torch.float64), -1).unflatten(0, (arms, -1))
     reference = log_p[0]
     kl = (reference.exp() * (reference - log_p)).sum(-1).clamp_min(0.0)
-    same_top = log_p.argmax(-1) == reference.argmax(-1)
+    top = log_p.argmax(-1)
+    same_top, hit = top == top[0], top == following
     nll = -log_p.gather(2, following.expand(arms, -1)[..., None])[..., 0]
-    return kl.cpu().numpy(), same_top.cpu().numpy(), nll.cpu().numpy()
+    return tuple(x.cpu().numpy() for x in (kl, same_top, nll, hit))  # type: ignore[return-value]
 
 
 def state_errors(states: list[torch.Tensor], arms: int) -> NDArray[np.float64]:

@@ -282,7 +282,8 @@ def test_a_state_that_is_not_finite_stops_with_its_place(
 def test_comparison_in_float64_by_hand() -> None:
     p, q = np.array([0.5, 0.25, 0.25]), np.array([0.2, 0.5, 0.3])
     logits = torch.log(torch.tensor(np.stack([p, q])))
-    kl, same, nll = compare(logits, torch.tensor([2]), 2)
+    kl, same, nll, hit = compare(logits, torch.tensor([2]), 2)
+    assert hit.shape == (2, 1)
     assert kl[:, 0] == pytest.approx([0.0, float((p * np.log(p / q)).sum())])
     assert same[:, 0].tolist() == [True, False]
     assert nll[:, 0] == pytest.approx([-np.log(0.25), -np.log(0.3)])
