@@ -5,10 +5,13 @@ columns (DAMP 5.2). Two physical orders hold the same three pieces, so they agre
 
 natural    any dimensions. [scales: group, row] [FP16: column, row] [codes: column, row], key rows contiguous,
            zero-padded to 16 bytes: sums over key channels then stay inside a thread.
-fragment   128 x 128, groups of 32, K_hi a multiple of 16: the operand order of Hopper's 16 x 8 x 16 matrix
-           instruction, so that every access of the fused kernel is a full 16-byte vector. Chunks of 16 key rows;
-           lane 4 r + j of a warp owns value columns 16 r + i and, in chunk c, key rows 16 c + 4 j + e:
+fragment   K a multiple of 16, V of 32, both from 64 to 256, groups of 32, K_hi a multiple of 16: the operand order
+           of Hopper's 16 x 8 x 16 matrix instruction, so that every access of the fused kernel is a full 16-byte
+           vector. Blocks of 128 value columns (64 or 32 where V does not divide) one after another, each in chunks
+           of 16 key rows; with I = block / 8, lane 4 r + j of a warp owns value columns I r + i of the block and,
+           in chunk c, key rows 16 c + 4 j + e:
            [FP16 chunks: i / 2, lane, i % 2, e] [codes + 128: i / 4, lane, i % 4, e] [scales: group, row].
+           Narrower tiles of a block stay runs of at least 128 bytes, so kernels that split a head read it too.
 
 `layout_id` names the order and everything that a kernel or a plan has to agree on.
 """
@@ -24,9 +27,14 @@ from hybridstate.errors import NumericError
 from hybridstate.kernels.reference import dequantise_groups, quantise_groups
 
 Order = Literal["auto", "natural", "fragment"]
-DenseOrder = Literal["rows", "columns", "tiles"]
+DenseOrder = Literal["rows", "columns", "tiles", "fragment"]
 
-FRAGMENT_DIM = 128
+FRAGMENT_BLOCKS = (128, 64, 32)
+"""Value columns of a block in fragment order: the first that divides V."""
+
+FRAGMENT_DIMS = (64, 256)
+"""Least and most key rows, and value columns, in fragment order."""
+
 CHUNK_ROWS = 16
 ALIGNMENT = 16
 """Bytes: the widest access of one thread."""
@@ -66,8 +74,21 @@ class PackedLayout:
     @property
     def has_fragment_order(self) -> bool:
         """Whether the matrix-fragment order exists for these dimensions."""
-        dims = (self.key_dim, self.value_dim, self.group, self.k_hi % CHUNK_ROWS)
-        return dims == (FRAGMENT_DIM, FRAGMENT_DIM, 32, 0)
+        return self.fragment_obstacle is None
+
+    @property
+    def fragment_obstacle(self) -> str | None:
+        """Why the matrix-fragment order does not exist, or None where it does."""
+        if self.group != 32:
+            return f"groups of {self.group} value columns, not 32"
+        if self.k_hi % CHUNK_ROWS:
+            return f"{self.k_hi} FP16 rows are no multiple of {CHUNK_ROWS}"
+        return _dims_obstacle(self.key_dim, self.value_dim)
+
+    @property
+    def block(self) -> int:
+        """Value columns stored together in fragment order."""
+        return fragment_block(self.value_dim)
 
     @property
     def rows_lo(self) -> int:
@@ -97,7 +118,7 @@ class PackedLayout:
     @property
     def layout_id(self) -> str:
         """Name of the physical order with all its parameters."""
-        order = "mma16816-columns128" if self.order == "fragment" else "natural"
+        order = f"mma16816-columns{self.block}" if self.order == "fragment" else "natural"
         return f"{order}-k{self.key_dim}-v{self.value_dim}-f16x{self.k_hi}-i8g{self.group}-f32scale"
 
     def pack(self, state: Tensor, *, check: bool = True) -> Tensor:
@@ -150,9 +171,16 @@ class PackedLayout:
         """
         if self.order == "fragment":
             unsigned = (codes.to(torch.int16) + 128).to(torch.uint8)
-            pieces = [_to_fragment(hi, 2), _to_fragment(unsigned, 4), _chunk_scales(scales)]
-        else:
-            pieces = [scales.mT, hi.mT, codes.mT]
+            block = self.block
+            pieces = [
+                _to_fragment(hi, 2, block),
+                _to_fragment(unsigned, 4, block),
+                _chunk_scales(scales, block),
+            ]
+            lead = (*hi.shape[:-2], self.value_dim // block)
+            flat = [_typed(x, torch.uint8).reshape(*lead, -1) for x in pieces if x.numel()]
+            return torch.cat(flat, -1).flatten(-2)
+        pieces = [scales.mT, hi.mT, codes.mT]
         lead = hi.shape[:-2]
         flat = [_typed(x, torch.uint8).reshape(*lead, -1) for x in pieces if x.numel()]
         flat.append(flat[0].new_zeros(*lead, self.head_bytes - self.payload_bytes))
@@ -164,11 +192,13 @@ class PackedLayout:
         hi_bytes, scale_bytes = 2 * self.k_hi * width, 4 * rows * self.groups
         sizes = [hi_bytes, rows * width, scale_bytes]
         if self.order == "fragment":
-            hi, codes, scales = packed.split(sizes, -1)
+            blocks = width // self.block
+            parts = packed.unflatten(-1, (blocks, -1)).split([x // blocks for x in sizes], -1)
+            hi, codes, scales = parts
             return (
-                _from_fragment(_typed(hi, torch.float16), self.k_hi, 2),
-                (_from_fragment(codes, rows, 4).to(torch.int16) - 128).to(torch.int8),
-                _unchunk_scales(_typed(scales, torch.float32), rows),
+                _from_fragment(_typed(hi, torch.float16), self.k_hi, 2, self.block),
+                (_from_fragment(codes, rows, 4, self.block).to(torch.int16) - 128).to(torch.int8),
+                _unchunk_scales(_typed(scales, torch.float32), rows, self.block),
             )
         scales, hi, codes = packed[..., : self.payload_bytes].split(
             [sizes[2], sizes[0], sizes[1]], -1
@@ -188,7 +218,8 @@ class DenseLayout:
         key_dim, value_dim: K and V.
         dtype: float32, float16 or bfloat16.
         order: rows [K, V], the logical order; columns [V, K], as serving engines store it; tiles
-            [V / tile, K, tile], which gives every access of a warp one contiguous block.
+            [V / tile, K, tile], which gives every access of a warp one contiguous block; fragment, the matrix
+            operand order of packed FP16 rows (16-bit dtypes only).
         tile: value columns per tile, a divisor of V; only `tiles` uses it.
     """
 
@@ -203,10 +234,21 @@ class DenseLayout:
             raise NumericError(
                 f"tiles of {self.tile} columns do not divide {self.value_dim} value columns"
             )
+        if self.order == "fragment":
+            obstacle = _dims_obstacle(self.key_dim, self.value_dim)
+            if self.dtype.itemsize != 2:
+                obstacle = f"{self.dtype} values, not 16-bit ones"
+            if obstacle:
+                raise NumericError(f"fragment order does not exist: {obstacle}")
+
+    @property
+    def block(self) -> int:
+        """Value columns stored together in fragment order."""
+        return fragment_block(self.value_dim)
 
     @property
     def strides(self) -> tuple[int, int, int]:
-        """Distance in values between tiles, key rows and value columns inside a tile."""
+        """Distance in values between tiles, key rows and value columns inside a tile; not for fragment."""
         if self.order == "tiles":
             return self.key_dim * self.tile, self.tile, 1
         if self.order == "columns":
@@ -221,7 +263,8 @@ class DenseLayout:
     @property
     def layout_id(self) -> str:
         """Name of the physical order with all its parameters."""
-        name = f"tiles{self.tile}" if self.order == "tiles" else self.order
+        names = {"tiles": f"tiles{self.tile}", "fragment": f"mma16816-columns{self.block}"}
+        name = names.get(self.order, self.order)
         return f"{name}-k{self.key_dim}-v{self.value_dim}-{str(self.dtype).removeprefix('torch.')}"
 
     def pack(self, state: Tensor) -> Tensor:
@@ -233,6 +276,8 @@ class DenseLayout:
             stored = stored.mT
         elif self.order == "tiles":
             stored = stored.unflatten(-1, (-1, self.tile)).transpose(-3, -2)
+        elif self.order == "fragment":
+            stored = _to_fragment(stored, 2, self.block)
         return stored.reshape(state.shape).contiguous()
 
     def unpack(self, packed: Tensor) -> Tensor:
@@ -244,7 +289,25 @@ class DenseLayout:
             packed = (
                 packed.reshape(*lead, -1, self.key_dim, self.tile).transpose(-3, -2).flatten(-2)
             )
+        elif self.order == "fragment":
+            flat = packed.reshape(*lead, self.value_dim // self.block, -1)
+            packed = _from_fragment(flat, self.key_dim, 2, self.block)
         return packed.to(torch.float32)
+
+
+def fragment_block(value_dim: int) -> int:
+    """Value columns of a block in fragment order: the largest of `FRAGMENT_BLOCKS` that divides V."""
+    return next((b for b in FRAGMENT_BLOCKS if value_dim % b == 0), FRAGMENT_BLOCKS[-1])
+
+
+def _dims_obstacle(key_dim: int, value_dim: int) -> str | None:
+    """Why K x V has no fragment order, or None."""
+    least, most = FRAGMENT_DIMS
+    if not (least <= key_dim <= most and least <= value_dim <= most):
+        return f"{key_dim} x {value_dim} is outside {least} to {most}"
+    if key_dim % CHUNK_ROWS or value_dim % FRAGMENT_BLOCKS[-1]:
+        return f"{key_dim} x {value_dim} is no multiple of {CHUNK_ROWS} x {FRAGMENT_BLOCKS[-1]}"
+    return None
 
 
 def _typed(piece: Tensor, dtype: torch.dtype) -> Tensor:
@@ -255,27 +318,34 @@ def _typed(piece: Tensor, dtype: torch.dtype) -> Tensor:
     return piece.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
-def _to_fragment(rows: Tensor, vector: int) -> Tensor:
-    """[..., 16 n, 128] to (chunk, i / vector, r, j, i % vector, e)."""
-    split = rows.reshape(*rows.shape[:-2], -1, 4, 4, 8, 16 // vector, vector)  # c j e r i/v i%v
-    return _reorder(split, (0, 4, 3, 1, 5, 2))
+def _to_fragment(rows: Tensor, vector: int, block: int) -> Tensor:
+    """[..., 16 n, V] to (block, chunk, i / vector, r, j, i % vector, e)."""
+    lanes = block // 8 // vector
+    split = rows.reshape(*rows.shape[:-2], -1, 4, 4, rows.shape[-1] // block, 8, lanes, vector)
+    return _reorder(split, (3, 0, 5, 4, 1, 6, 2))  # from c j e b r i/v i%v
 
 
-def _from_fragment(flat: Tensor, count: int, vector: int) -> Tensor:
-    """The inverse of `_to_fragment` for `count` rows."""
-    split = flat.reshape(*flat.shape[:-1], count // CHUNK_ROWS, 16 // vector, 8, 4, vector, 4)
-    return _reorder(split, (0, 3, 5, 2, 1, 4)).reshape(*flat.shape[:-1], count, FRAGMENT_DIM)
+def _from_fragment(flat: Tensor, count: int, vector: int, block: int) -> Tensor:
+    """The inverse of `_to_fragment` for `count` rows; `flat` is [..., blocks, values of a block]."""
+    lanes = block // 8 // vector
+    split = flat.reshape(*flat.shape[:-1], count // CHUNK_ROWS, lanes, 8, 4, vector, 4)
+    width = flat.shape[-2] * block
+    return _reorder(split, (1, 4, 6, 0, 3, 2, 5)).reshape(*flat.shape[:-2], count, width)
 
 
-def _chunk_scales(scales: Tensor) -> Tensor:
-    """[..., 16 n, 4] to (chunk, group, row)."""
-    return scales.reshape(*scales.shape[:-2], -1, CHUNK_ROWS, 4).mT
+def _chunk_scales(scales: Tensor, block: int) -> Tensor:
+    """[..., 16 n, V / 32] to (block, chunk, group, row)."""
+    groups = block // 32
+    split = scales.reshape(*scales.shape[:-2], -1, CHUNK_ROWS, scales.shape[-1] // groups, groups)
+    return _reorder(split, (2, 0, 3, 1))
 
 
-def _unchunk_scales(flat: Tensor, count: int) -> Tensor:
-    """The inverse of `_chunk_scales` for `count` rows."""
-    chunks = flat.reshape(*flat.shape[:-1], count // CHUNK_ROWS, 4, CHUNK_ROWS)
-    return chunks.mT.reshape(*flat.shape[:-1], count, 4)
+def _unchunk_scales(flat: Tensor, count: int, block: int) -> Tensor:
+    """The inverse of `_chunk_scales` for `count` rows; `flat` is [..., blocks, scales of a block]."""
+    groups = block // 32
+    split = flat.reshape(*flat.shape[:-1], count // CHUNK_ROWS, groups, CHUNK_ROWS)
+    width = flat.shape[-2] * groups
+    return _reorder(split, (1, 3, 0, 2)).reshape(*flat.shape[:-2], count, width)
 
 
 def _reorder(x: Tensor, axes: tuple[int, ...]) -> Tensor:

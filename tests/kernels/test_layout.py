@@ -57,6 +57,48 @@ def test_both_orders_hold_the_same_bits(k_hi: int) -> None:
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim", "k_hi"), [(64, 64, 16), (96, 192, 0), (192, 96, 32), (256, 256, 16)]
+)
+def test_fragment_order_at_other_dimensions(key_dim: int, value_dim: int, k_hi: int) -> None:
+    layout = PackedLayout(key_dim, value_dim, k_hi)
+    assert layout.order == "fragment"
+    natural = PackedLayout(key_dim, value_dim, k_hi, order="natural")
+    x = state(layout, 2)
+    packed = layout.pack(x)
+    assert torch.equal(layout.unpack(packed), natural.unpack(natural.pack(x)))
+    block, rows = layout.block, layout.rows_lo
+    u, v = key_dim - 3, value_dim - 7
+    (b, column), low = divmod(v, block), u - k_hi
+    (r, i), (j, e) = divmod(column, block // 8), divmod(low % 16, 4)
+    start = b * (layout.head_bytes // (value_dim // block)) + 2 * k_hi * block
+    at = start + low // 16 * 16 * block + i // 4 * 512 + (4 * r + j) * 16 + i % 4 * 4 + e
+    code = int(packed[1, at]) - 128
+    at = start + rows * block + (low // 16 * (block // 32) + column // 32) * 64 + low % 16 * 4
+    scale = packed[1, at : at + 4].view(torch.float32)
+    assert code == torch.round(x[1, u, v] / scale)
+
+
+def test_obstacles_to_fragment_order_are_named() -> None:
+    for layout, reason in (
+        (PackedLayout(128, 128, 16, 16), "groups of 16 value columns"),
+        (PackedLayout(128, 128, 8), "8 FP16 rows are no multiple of 16"),
+        (PackedLayout(120, 128, 16), "no multiple of 16 x 32"),
+        (PackedLayout(32, 32, 16), "outside 64 to 256"),
+    ):
+        assert layout.order == "natural"
+        assert reason in str(layout.fragment_obstacle)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_dense_fragment_order_only_moves_values(dtype: torch.dtype) -> None:
+    layout = DenseLayout(96, 192, dtype, "fragment")
+    x = state(layout, 2)
+    packed = layout.pack(x)
+    assert (packed.shape, packed.dtype) == (x.shape, dtype)
+    assert torch.equal(layout.unpack(packed), x.to(dtype).float())
+
+
 @pytest.mark.parametrize(("u", "v"), [(0, 0), (15, 127), (16, 0), (77, 85), (127, 127)])
 def test_fragment_addresses_follow_the_stated_rule(u: int, v: int) -> None:
     layout = PackedLayout(128, 128, 16)
@@ -113,7 +155,9 @@ def test_impossible_layouts_are_refused() -> None:
     with pytest.raises(NumericError, match="17 FP16 rows"):
         PackedLayout(16, 8, 17)
     with pytest.raises(NumericError, match="fragment order does not exist"):
-        PackedLayout(128, 64, 16, order="fragment")
+        PackedLayout(120, 64, 16, order="fragment")
+    with pytest.raises(NumericError, match="float32 values, not 16-bit ones"):
+        DenseLayout(128, 128, order="fragment")
     with pytest.raises(NumericError, match=r"the layout holds 16 x 8"):
         PackedLayout(16, 8, 0).pack(torch.zeros(8, 16))
     with pytest.raises(NumericError, match="do not divide"):
