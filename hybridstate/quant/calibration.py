@@ -33,10 +33,12 @@ from hybridstate.quant.risk import (
 )
 from hybridstate.quant.scaling import Anchors
 from hybridstate.quant.selection import (
+    Example,
     LayerSelection,
     Stored,
     build_arm,
     concentration,
+    example_head,
     refusal,
 )
 from hybridstate.trajectories.model import LoadedModel
@@ -176,6 +178,8 @@ class Scores:
         concentration: share of squared INT8 error in the 12.5 % of key channels with most of it, mean over
             heads and pooled: plain, and with the value maps of `int8-step+reorder` where that arm is run.
         effective_decay: median over units of exp(mean log-decay), all layers and sequences.
+        reordered_error: `error` with the value maps of `int8-step+reorder`; empty where that arm is not run.
+        examples: per layer the head of the most concentrated error, for pictures.
     """
 
     risk: tuple[F64, ...]
@@ -188,6 +192,8 @@ class Scores:
     skipped: dict[str, str]
     concentration: dict[str, tuple[float, float]]
     effective_decay: float
+    reordered_error: tuple[F64, ...]
+    examples: tuple[Example, ...]
 
 
 def score(
@@ -216,6 +222,8 @@ def score(
     totals: dict[str, float] = {}
     concentrated: dict[str, list[tuple[float, float]]] = {}
     decays: list[torch.Tensor] = []
+    reordered: list[F64] = []
+    examples: list[Example] = []
     for layer in spec.layers:
         recorded = _Layer.read(store, layer.ordinal, prompts, protocol, loaded.device)
         decays.append(recorded.mean_log_decay.flatten())
@@ -226,6 +234,7 @@ def score(
             pairs.setdefault(name, []).append((first, second))
         risks.append(fit["damp"])
         errors.append(fit["error-only"])
+        examples.append(example_head(errors[-1], recorded.anchors_of("fit").states))
         protected.append(protect(risks[-1], k_hi, layer.key_heads))
         tune = recorded.anchors_of("tune")
         selection = LayerSelection(
@@ -240,10 +249,8 @@ def score(
                 totals[arm_name.name] = totals.get(arm_name.name, 0.0) + value
             if arm_name.name == "int8-step+reorder" and kept.candidate is not None:
                 after = selection.table("int8-step", reorder=True).error
-                heads = np.arange(layer.value_heads)
-                concentrated.setdefault("reordered", []).append(
-                    concentration(after[kept.candidate, heads])
-                )
+                reordered.append(after[kept.candidate, np.arange(layer.value_heads)])
+                concentrated.setdefault("reordered", []).append(concentration(reordered[-1]))
         concentrated.setdefault("plain", []).append(concentration(errors[-1]))
         if progress is not None:
             progress("score", layer.ordinal + 1, len(spec.layers))
@@ -262,6 +269,8 @@ def score(
             for name, x in concentrated.items()
         },
         effective_decay=float(torch.cat(decays).exp().median()),
+        reordered_error=tuple(reordered),
+        examples=tuple(examples),
     )
 
 

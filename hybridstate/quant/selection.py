@@ -153,3 +153,25 @@ def concentration(error: F64, share: float = 0.125) -> tuple[float, float]:
     if not some.any():
         return 0.0, 0.0
     return float((top[some] / total[some]).mean()), float(top.sum() / total.sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Example:
+    """The head of a layer whose INT8 error is the most concentrated, for pictures.
+
+    Attributes:
+        head: its number.
+        magnitude: `[K, V]` root mean square of its state over the fitting anchors.
+    """
+
+    head: int
+    magnitude: F64
+
+
+def example_head(error: F64, states: torch.Tensor, share: float = 0.125) -> Example:
+    """Of squared error `[H, K]` and fitting anchors `[N, H, K, V]`; the first of equal heads."""
+    count = max(1, round(share * error.shape[1]))
+    total = np.maximum(error.sum(1), np.finfo(np.float64).tiny)
+    head = int((np.sort(error, axis=1)[:, -count:].sum(1) / total).argmax())
+    magnitude: F64 = states[:, head].to(torch.float64).square().mean(0).sqrt().numpy()
+    return Example(head, magnitude)

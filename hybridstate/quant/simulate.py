@@ -303,7 +303,7 @@ def compare(
     top = log_p.argmax(-1)
     same_top, hit = top == top[0], top == following
     nll = -log_p.gather(2, following.expand(arms, -1)[..., None])[..., 0]
-    return tuple(x.cpu().numpy() for x in (kl, same_top, nll, hit))  # type: ignore[return-value]
+    return kl.cpu().numpy(), same_top.cpu().numpy(), nll.cpu().numpy(), hit.cpu().numpy()
 
 
 def state_errors(states: list[torch.Tensor], arms: int) -> NDArray[np.float64]:
