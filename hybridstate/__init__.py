@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hybridstate.api import (
         analyze,
         bench_decode,
+        bench_exchange,
         bench_restore,
         bench_update,
         calibrate,
@@ -43,6 +44,7 @@ __all__ = [
     "__version__",
     "analyze",
     "bench_decode",
+    "bench_exchange",
     "bench_restore",
     "bench_update",
     "calibrate",

@@ -11,6 +11,7 @@ from hybridstate import errors
 VERBS = {
     "analyze",
     "bench_decode",
+    "bench_exchange",
     "bench_restore",
     "bench_update",
     "calibrate",

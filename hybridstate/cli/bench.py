@@ -1,26 +1,16 @@
-"""`hybridstate bench restore|update|decode`: what compression costs and saves, measured."""
+"""`hybridstate bench`: what compression costs and saves, measured."""
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from hybridstate.cli.bench_exchange import exchange
+from hybridstate.cli.bench_output import OutputPath, check_output, finish
 from hybridstate.cli.bench_tables import decode_tables, restore_tables, update_tables
 from hybridstate.cli.options import Device, Force, Json, LocalModel, Quiet, WMax, check_device
-from hybridstate.cli.output import SCHEMA, Output, command
+from hybridstate.cli.output import command
 
-OutputPath = Annotated[
-    Path | None,
-    typer.Option(
-        "--output",
-        "-o",
-        metavar="PATH",
-        help="A file ending in .json, or a new folder.",
-        show_default=False,
-    ),
-]
 PlanFolder = Annotated[
     Path | None,
     typer.Option(
@@ -74,6 +64,11 @@ def register(app: typer.Typer) -> None:
         short_help="Time per output token, dense and packed state.",
         epilog="Example: hybridstate bench decode tiny-gdn --state fp32 --state damp --batch 1",
     )(decode)
+    group.command(
+        "exchange",
+        short_help="Checkpoints between tensor-parallel ranks.",
+        epilog="Example: hybridstate bench exchange tiny-kda --tp 2 --device cpu",
+    )(exchange)
     app.add_typer(group)
 
 
@@ -248,81 +243,6 @@ def decode(
         ).to_json()
         decode_tables(out, result)
         finish(out, "decode", result, output, force=force)
-
-
-# -- writing ------------------------------------------------------------------------------------
-
-
-def check_output(path: Path | None, *, force: bool) -> None:
-    """Refuse a place that cannot take the result, before any work.
-
-    Raises:
-        UsageError: the file exists, or the folder is not empty, without `--force`.
-    """
-    from hybridstate.errors import UsageError
-    from hybridstate.provenance import check_output_folder, check_writable
-
-    if path is None:
-        return
-    if path.suffix != ".json":
-        check_output_folder(path, force=force)
-        return
-    try:
-        taken = path.is_dir() or (path.exists() and not force)
-        check_writable(path)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}", file=str(path)) from error
-    if taken:
-        raise UsageError(
-            f"output {path} exists",
-            hint="choose another file, or replace it with --force",
-            file=str(path),
-        )
-
-
-def finish(
-    out: Output,
-    name: str,
-    result: dict[str, Any],
-    path: Path | None,
-    *,
-    force: bool,
-    draw: Callable[[dict[str, Any], Path], None] | None = None,
-) -> None:
-    """Add where the numbers come from, write the document and its figures, hand over the result."""
-    import json as json_format
-
-    from hybridstate.provenance import environment, fresh_folder, write_file
-
-    hardware = result["device"]
-    result["provenance"] = environment(device=hardware["name"], hardware=hardware)
-    document = {
-        "schema": SCHEMA,
-        "command": out.command,
-        "arguments": _arguments(),
-        "model": result.get("model", out.model),
-        "provenance": result["provenance"],
-        "result": {key: value for key, value in result.items() if key != "provenance"},
-    }
-    if path is not None:
-        text = json_format.dumps(document, indent=1, allow_nan=False) + "\n"
-        if path.suffix == ".json":
-            write_file(path, text.encode())
-        else:
-            with fresh_folder(path, force=force) as folder:
-                write_file(folder / f"{name}.json", text.encode())
-                if draw is not None:
-                    draw(result, folder)
-        out.note(f"wrote {path}")
-    out.result(result)
-
-
-def _arguments() -> list[str]:
-    """The command line with file names instead of paths."""
-    return [
-        Path(argument).name if "/" in argument or "\\" in argument else argument
-        for argument in sys.argv[1:]
-    ]
 
 
 def _draw_restore(result: dict[str, Any], folder: Path) -> None:

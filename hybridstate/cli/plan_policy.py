@@ -66,7 +66,7 @@ def policy(
     with command("plan policy", model=model, json=json, quiet=quiet) as out:
         from hybridstate import api
         from hybridstate.checkpoint import open_checkpoint
-        from hybridstate.cli.bench import check_output
+        from hybridstate.cli.bench_output import check_output
         from hybridstate.errors import UsageError
         from hybridstate.plan.policy import GATES, Variant, policy_bytes
         from hybridstate.plan.policy_model import build_policy, measurements_of

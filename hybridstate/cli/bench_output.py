@@ -1,0 +1,93 @@
+"""Where the result of a bench verb goes: one JSON file, or a folder with its figures."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hybridstate.cli.output import SCHEMA, Output
+
+OutputPath = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="PATH",
+        help="A file ending in .json, or a new folder.",
+        show_default=False,
+    ),
+]
+
+
+def check_output(path: Path | None, *, force: bool) -> None:
+    """Refuse a place that cannot take the result, before any work.
+
+    Raises:
+        UsageError: the file exists, or the folder is not empty, without `--force`.
+    """
+    from hybridstate.errors import UsageError
+    from hybridstate.provenance import check_output_folder, check_writable
+
+    if path is None:
+        return
+    if path.suffix != ".json":
+        check_output_folder(path, force=force)
+        return
+    try:
+        taken = path.is_dir() or (path.exists() and not force)
+        check_writable(path)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}", file=str(path)) from error
+    if taken:
+        raise UsageError(
+            f"output {path} exists",
+            hint="choose another file, or replace it with --force",
+            file=str(path),
+        )
+
+
+def finish(
+    out: Output,
+    name: str,
+    result: dict[str, Any],
+    path: Path | None,
+    *,
+    force: bool,
+    draw: Callable[[dict[str, Any], Path], None] | None = None,
+) -> None:
+    """Add where the numbers come from, write the document and its figures, hand over the result."""
+    import json as json_format
+
+    from hybridstate.provenance import environment, fresh_folder, write_file
+
+    hardware = result["device"]
+    result["provenance"] = environment(device=hardware["name"], hardware=hardware)
+    document = {
+        "schema": SCHEMA,
+        "command": out.command,
+        "arguments": _arguments(),
+        "model": result.get("model", out.model),
+        "provenance": result["provenance"],
+        "result": {key: value for key, value in result.items() if key != "provenance"},
+    }
+    if path is not None:
+        text = json_format.dumps(document, indent=1, allow_nan=False) + "\n"
+        if path.suffix == ".json":
+            write_file(path, text.encode())
+        else:
+            with fresh_folder(path, force=force) as folder:
+                write_file(folder / f"{name}.json", text.encode())
+                if draw is not None:
+                    draw(result, folder)
+        out.note(f"wrote {path}")
+    out.result(result)
+
+
+def _arguments() -> list[str]:
+    """The command line with file names instead of paths."""
+    return [
+        Path(argument).name if "/" in argument or "\\" in argument else argument
+        for argument in sys.argv[1:]
+    ]
