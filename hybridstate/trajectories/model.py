@@ -1,28 +1,13 @@
-"""Loading a model and taking over its recurrence.
-
-The modeling files of transformers look up their two recurrence functions by name in their own
-module. `load_model` puts a dispatcher under each name for good: it finds the running layer through
-forward hooks and calls whatever `swap` has installed for that model, by default the reference
-maths of `kernels.reference`. So no optional package is ever dispatched to, two models of one family can
-be loaded side by side, and a replacement sees the same call on every transformers version:
-
-    prefill(ordinal, q, k, v, g, beta, initial_state) -> (o, S)     any number of tokens T
-    decode(ordinal, q, k, v, g, beta, initial_state) -> (o, S)      one token, no T axis
-
-with q, k `[B, T, H_k, K]` before L2 norm and scale (never expanded to the value heads), v
-`[B, T, H, V]`, log-decay g `[B, T, H]` or `[B, T, H, K]`, beta `[B, T, H]`, S `[B, H, K, V]` (key
-rows, value columns; `None` before the first token) and `ordinal` the position among the linear layers.
-"""
+"""Loading a model and taking over its recurrence (`trajectories.recurrence`)."""
 
 import inspect
 import logging
 import re
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +21,6 @@ from hybridstate.errors import (
     UsageError,
 )
 from hybridstate.families import ModelSpec
-from hybridstate.kernels import reference
 from hybridstate.trajectories.cache import (
     LayerStates,
     decode,
@@ -48,6 +32,15 @@ from hybridstate.trajectories.cache import (
     select_sequences,
     set_states,
     states,
+)
+from hybridstate.trajectories.recurrence import (
+    Recurrence,
+    RecurrenceFn,
+    install,
+    reference_decode,
+    reference_prefill,
+    swap,
+    watch,
 )
 
 __all__ = [
@@ -72,60 +65,6 @@ __all__ = [
 ]
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-
-
-class RecurrenceFn(Protocol):
-    """What `swap` takes: one layer's recurrence, over T tokens (prefill) or over one (decode)."""
-
-    def __call__(
-        self,
-        ordinal: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        initial_state: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-def reference_prefill(
-    ordinal: int,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chunked reference recurrence, used for every call of more than one token."""
-    return reference.chunk_prefill(q, k, v, g, beta, initial_state)
-
-
-def reference_decode(
-    ordinal: int,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reference recurrence of one token."""
-    if initial_state is None:
-        shape = (q.shape[0], v.shape[1], q.shape[2], v.shape[2])
-        initial_state = q.new_zeros(shape, dtype=torch.float32)
-    return reference.recurrent_step(q, k, v, g, beta, initial_state)
-
-
-@dataclass(slots=True)
-class Recurrence:
-    """The functions one loaded model runs at the moment, and which of its layers is running."""
-
-    prefill: RecurrenceFn = reference_prefill
-    decode: RecurrenceFn = reference_decode
-    key_heads: tuple[int, ...] = ()
-    """Key heads of each linear layer, to undo the expansion that some versions do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +110,6 @@ class LoadedModel:
         return int(self.model.config.get_text_config(decoder=True).vocab_size)
 
 
-_RUNNING: list[tuple[Recurrence, int]] = []
-"""Stack of (recurrence, ordinal) of the linear layers being executed, innermost last."""
-
-
 def load_model(
     path_or_name: str | Path,
     *,
@@ -206,17 +141,31 @@ def load_model(
         model = loader.from_pretrained(
             str(checkpoint.path), dtype=dtype, local_files_only=True, trust_remote_code=False
         )
-    model.to(target).eval().requires_grad_(False)
+    model.to(target)
+    for module, ordinal in linear_modules(model, spec):
+        _restore_decay(module, checkpoint, ordinal)
+    return take_over(model, checkpoint, _tokenizer(transformers, checkpoint), target, dtype)
+
+
+def take_over(
+    model: Any,
+    checkpoint: Checkpoint,
+    tokenizer: Any | None,
+    target: torch.device,
+    dtype: torch.dtype,
+) -> LoadedModel:
+    """A model on its device, with our recurrence in place of its own."""
+    spec = checkpoint.spec
+    model.eval().requires_grad_(False)
     recurrence = Recurrence(key_heads=tuple(layer.key_heads for layer in spec.layers))
     runtime = spec.family.runtime
-    assert runtime is not None  # _model_class has refused
-    for module, ordinal in _linear_modules(model, spec, runtime.attribute):
-        _restore_decay(module, checkpoint, ordinal)
-        _watch(module, recurrence, ordinal)
-        _install(type(module).__module__, runtime.prefill, runtime.decode)
+    assert runtime is not None  # linear_modules has refused
+    for module, ordinal in linear_modules(model, spec):
+        watch(module, recurrence, ordinal)
+        install(type(module).__module__, runtime.prefill, runtime.decode)
     return LoadedModel(
         model=model,
-        tokenizer=_tokenizer(transformers, checkpoint),
+        tokenizer=tokenizer,
         spec=spec,
         checkpoint=checkpoint,
         device=target,
@@ -275,23 +224,6 @@ def torch_device(device: str) -> torch.device:
     return target
 
 
-@contextmanager
-def swap(
-    loaded: LoadedModel,
-    prefill: RecurrenceFn | None = None,
-    decode: RecurrenceFn | None = None,
-) -> Iterator[None]:
-    """Run the model with other recurrence functions; `None` keeps the present one."""
-    recurrence = loaded.recurrence
-    before = recurrence.prefill, recurrence.decode
-    recurrence.prefill = prefill or recurrence.prefill
-    recurrence.decode = decode or recurrence.decode
-    try:
-        yield
-    finally:
-        recurrence.prefill, recurrence.decode = before
-
-
 def _model_class(transformers: Any, checkpoint: Checkpoint) -> Any:
     """The class named in the config, or the causal-LM class of its model type."""
     checkpoint.spec.check_plannable()
@@ -342,8 +274,14 @@ def _tokenizer(transformers: Any, checkpoint: Checkpoint) -> Any | None:
     )
 
 
-def _linear_modules(model: Any, spec: ModelSpec, attribute: str) -> list[tuple[Any, int]]:
-    """Each linear-attention module with its ordinal, found by the family's attribute name."""
+def linear_modules(model: Any, spec: ModelSpec) -> list[tuple[Any, int]]:
+    """Each linear-attention module with its ordinal, found by the family's attribute name.
+
+    Raises:
+        UnsupportedModel: a layer that should be linear is not there.
+    """
+    runtime = spec.family.runtime
+    attribute = "" if runtime is None else runtime.attribute
     named = {
         int(match.group(1)): module
         for name, module in model.named_modules()
@@ -390,58 +328,3 @@ def _restore_decay(module: Any, checkpoint: Checkpoint, ordinal: int) -> None:
             )
         values = torch.from_numpy(flat.copy()).reshape(present.shape).to(present.device)
         setattr(owner, name, torch.nn.Parameter(values, requires_grad=False))
-
-
-def _watch(module: Any, recurrence: Recurrence, ordinal: int) -> None:
-    """Announce the layer to the dispatcher while it runs."""
-
-    def enter(_module: Any, _args: Any) -> None:
-        _RUNNING.append((recurrence, ordinal))
-
-    def leave(_module: Any, _args: Any, _output: Any) -> None:
-        _RUNNING.pop()
-
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave, always_call=True)
-
-
-def _install(module_name: str, prefill: str, decode: str) -> None:
-    """Put dispatchers under the two names of a modeling module, once per process."""
-    modeling = sys.modules[module_name]
-    for name, single in ((prefill, False), (decode, True)):
-        original = getattr(modeling, name)
-        if not hasattr(original, "original"):
-            setattr(modeling, name, _dispatcher(original, single))
-
-
-def _dispatcher(original: Callable[..., Any], single: bool) -> Callable[..., Any]:
-    """A stand-in for one recurrence function of a modeling file.
-
-    Models that `load_model` did not load keep their own function.
-    """
-
-    def dispatch(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not _RUNNING:
-            result: tuple[torch.Tensor, torch.Tensor] = original(query, key, value, *args, **kwargs)
-            return result
-        recurrence, ordinal = _RUNNING[-1]
-        g, beta = kwargs["g"], kwargs["beta"]
-        repeat = key.shape[2] // recurrence.key_heads[ordinal]
-        if repeat > 1:  # transformers before 5.24 expands the key heads first
-            query, key = query[:, :, ::repeat], key[:, :, ::repeat]
-        state = kwargs["initial_state"]
-        if single:
-            q, k, v, g, beta = (x[:, 0] for x in (query, key, value, g, beta))
-            o, state = recurrence.decode(ordinal, q, k, v, g, beta, state)
-            return o.unsqueeze(1).to(value.dtype), state
-        o, state = recurrence.prefill(ordinal, query, key, value, g, beta, state)
-        return o.to(value.dtype), state
-
-    dispatch.original = original  # type: ignore[attr-defined]
-    return dispatch
