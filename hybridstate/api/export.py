@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from hybridstate.api.analysis import analyze
 from hybridstate.defaults import EPSILON
-from hybridstate.errors import UsageError
+from hybridstate.errors import UnsupportedModel, UsageError
 
 if TYPE_CHECKING:
+    from hybridstate.plan.orders import KeyOrder, ValueOrder
     from hybridstate.plan.placement import Balance
     from hybridstate.quality.verify import Verification
     from hybridstate.weights.export import ExportedPlan
@@ -27,6 +28,9 @@ def export_plan(
     tp: int | None = None,
     balance: "Balance" = "off",
     kernels: str | Path | None = None,
+    key_order: "KeyOrder" = "shared",
+    value_order: "ValueOrder" = "none",
+    requantise_every: int = 1,
     gate_input: float | None = None,
     epsilon: float = EPSILON,
     lower_bound: float | None = None,
@@ -48,6 +52,11 @@ def export_plan(
         weights: write the permuted checkpoint; by default exactly when its order can be absorbed.
         tp, balance: ranks to place the selection on, and how; None leaves placement to the engine.
         kernels: folder for one self-contained module of the decode step, specialised to the plan.
+        key_order: `shared` by the value heads of a key head, `per-head` (left to the kernel), or `expand` (q and k
+            replicated, one key head for each value head).
+        value_order: `none`, `fold` (each head's own) or `common` (one per layer); the last two bring value scales and
+            need a calibration with `damp+reorder`.
+        requantise_every: updates between two writes of the packed state.
         gate_input, epsilon, lower_bound: see `analyze`.
         check: before the folder appears, read the plan back and compare both models.
         dry_run: do everything but write.
@@ -68,7 +77,7 @@ def export_plan(
     from hybridstate.plan.store import OUTPUT_MARKS
     from hybridstate.provenance import check_apart, check_output_folder
     from hybridstate.weights.export import ExportedPlan, check_kernels, write_export
-    from hybridstate.weights.permute import layer_orders
+    from hybridstate.weights.orders import absorbs_something, layer_orders
     from hybridstate.weights.rewrite import check_disk, lay_out
 
     target = Path(out)
@@ -104,7 +113,13 @@ def export_plan(
             hint="add --tp P and --w-max N, or leave --balance and --tp out",
         )
     if w_max is None:
-        plan = build_plan(checkpoint, calibration=measured)
+        plan = build_plan(
+            checkpoint,
+            calibration=measured,
+            key_order=key_order,
+            value_order=value_order,
+            requantise_every=requantise_every,
+        )
     else:
         found = analyze(
             model,
@@ -128,10 +143,19 @@ def export_plan(
             epsilon=epsilon,
             selection=chosen,
             calibration=measured,
+            key_order=key_order,
+            value_order=value_order,
+            requantise_every=requantise_every,
             placement=None if tp is None else place(found.spec, chosen, tp=tp, mode=balance),
         )
     layout = None
-    if weights or (weights is None and measured is not None and measured.key_order == "shared"):
+    if weights or (weights is None and measured is not None and absorbs_something(plan)):
+        if not absorbs_something(plan):
+            raise UnsupportedModel(
+                "value heads that share a key head have key orders of their own, which weights cannot hold, and "
+                "nothing else of this plan moves a weight",
+                hint="--key-order shared, --key-order expand, or --no-weights and let the kernel gather",
+            )
         layout = lay_out(checkpoint, layer_orders(plan, checkpoint.spec))
         check_disk(layout, target)
     module = None if kernels is None else Path(kernels)

@@ -1,7 +1,7 @@
 """`hybridstate export-plan`: the plan bundle, and the checkpoint that carries its key order."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -24,6 +24,7 @@ from hybridstate.cli.output import Output, command
 from hybridstate.defaults import EPSILON
 
 if TYPE_CHECKING:
+    from hybridstate.plan.orders import KeyOrder, ValueOrder
     from hybridstate.weights.export import ExportedPlan
 
 
@@ -98,6 +99,33 @@ def export_plan(
             show_default=False,
         ),
     ] = None,
+    key_order: Annotated[
+        str,
+        typer.Option(
+            "--key-order",
+            metavar="ORDER",
+            help="Key channels: shared by the value heads of a key head, per-head (left to the kernel), or "
+            "expand (per head in the weights: q and k are replicated).",
+        ),
+    ] = "shared",
+    value_order: Annotated[
+        str,
+        typer.Option(
+            "--value-order",
+            metavar="ORDER",
+            help="Value dims and scales: none, fold (per head, output norm folded into its projection), or "
+            "common (one order per layer). Needs a calibration with damp+reorder.",
+        ),
+    ] = "none",
+    requantise_every: Annotated[
+        int,
+        typer.Option(
+            "--requantise-every",
+            metavar="L",
+            min=1,
+            help="Updates between two writes of the packed state; the inputs of the others are kept.",
+        ),
+    ] = 1,
     gate_input: GateInput = "auto",
     epsilon: Epsilon = EPSILON,
     lower_bound: LowerBound = None,
@@ -130,6 +158,9 @@ def export_plan(
             tp=tp,
             balance=parse_balance(balance),
             kernels=kernels,
+            key_order=cast("KeyOrder", key_order),
+            value_order=cast("ValueOrder", value_order),
+            requantise_every=requantise_every,
             gate_input=parse_gate_input(gate_input),
             epsilon=epsilon,
             lower_bound=lower_bound,
@@ -163,6 +194,22 @@ def _show(out: Output, exported: "ExportedPlan") -> None:
                 )
             ],
         )
+        if layout.growth is not None:
+            grown = layout.growth
+            out.table(
+                "key heads replicated, one for each value head",
+                ("config", "key heads", "tensors", "bytes added", "conv bytes", "before"),
+                [
+                    (
+                        grown.field,
+                        f"{grown.before} -> {grown.after}",
+                        len(grown.shapes),
+                        grown.added_bytes,
+                        grown.conv_after,
+                        grown.conv_before,
+                    )
+                ],
+            )
         for name in layout.left_out:
             out.warn(f"{name} is not copied: it may hold weights in the old order")
     if exported.verification is not None:

@@ -253,7 +253,15 @@ def _show_precision(out: Output, plan: "Plan") -> None:
         return
     out.table(
         "live state",
-        ("FP16 channels", "of", "bits per value", "packed bytes", "FP32 bytes", "key order"),
+        (
+            "FP16 channels",
+            "of",
+            "bits per value",
+            "packed bytes",
+            "FP32 bytes",
+            "key order",
+            "values",
+        ),
         [
             (
                 precision.k_hi,
@@ -263,9 +271,21 @@ def _show_precision(out: Output, plan: "Plan") -> None:
                 precision.state_dense_bytes,
                 f"{precision.key_order}, "
                 + ("in the exported weights" if plan.absorbs_keys else "gathered by the kernel"),
+                (
+                    "model's order"
+                    if precision.value_order == "none"
+                    else f"{precision.value_order} order"
+                )
+                + (", scaled" if precision.value_scale else ""),
             )
         ],
-        note=f"layout {document.layout_id}",
+        note=f"layout {document.layout_id}"
+        + (
+            ""
+            if precision.requantise_every == 1
+            else f"; written at every {precision.requantise_every}th update, "
+            f"{precision.bits_per_value_with_ring:.3f} bits per value with the inputs kept between"
+        ),
     )
     if document.calibration is not None and document.calibration.validation:
         out.table(

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from hybridstate.defaults import GROUP, K_HI_SHARE
 from hybridstate.errors import PlanMismatch
-from hybridstate.families import ModelSpec
+from hybridstate.families import LinearLayer, ModelSpec
 from hybridstate.plan.select import Selection
 
 TEMPORAL_BYTES: Final = 4
@@ -159,6 +159,18 @@ def packed_bits(key_dim: int, k_hi: int, group: int = GROUP, value_dim: int | No
         raise PlanMismatch(f"K_hi must lie in 0..{key_dim}, found {k_hi}", found=k_hi)
     scale_bits = 32 / group if value_dim is None else 32 * -(-value_dim // group) / value_dim
     return (16 * k_hi + (8 + scale_bits) * (key_dim - k_hi)) / key_dim
+
+
+def ring_bits(layer: LinearLayer, every: int, *, per_channel: bool) -> float:
+    """Bits per state value of the inputs kept between two writes, 0 where every update writes.
+
+    The last `every` - 1 inputs of a value head: BF16 k (shared by the value heads of a key head) and v, FP32
+    log decay (one, or one per key channel) and beta.
+    """
+    key = 16 * layer.key_dim * layer.key_heads / layer.value_heads
+    gate = 32 * (layer.key_dim if per_channel else 1) + 32
+    entry = key + 16 * layer.value_dim + gate
+    return (every - 1) * entry / (layer.key_dim * layer.value_dim)
 
 
 def default_k_hi(key_dim: int) -> int:

@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 from hybridstate.checkpoint import Checkpoint
 from hybridstate.errors import NumericError, PlanMismatch, UsageError
 from hybridstate.families import LinearLayer
-from hybridstate.plan.accounting import account, temporal_bytes
+from hybridstate.plan.accounting import account, ring_bits, temporal_bytes
 from hybridstate.plan.calibration import Calibration
 from hybridstate.plan.compare import checkpoint_digests
+from hybridstate.plan.orders import KeyOrder, StoredOrders, ValueOrder, stored_orders
 from hybridstate.plan.placement import Placement
 from hybridstate.plan.schema import SCHEMA_NAME, SCHEMA_VERSION
 from hybridstate.plan.select import Selection
@@ -31,6 +32,9 @@ def build_plan(
     selection: Selection | None = None,
     calibration: Calibration | None = None,
     placement: Placement | None = None,
+    key_order: KeyOrder = "shared",
+    value_order: ValueOrder = "none",
+    requantise_every: int = 1,
     notes: Sequence[str] = (),
 ) -> Plan:
     """Assemble and check a plan: DASC with `selection`, DAMP with `calibration`, or both.
@@ -41,10 +45,12 @@ def build_plan(
         selection: retained units at one cutoff.
         calibration: risk and protected channels of a calibration run on this checkpoint.
         placement: of this selection's units on tensor-parallel ranks.
+        key_order, value_order: how the packed state is ordered, see `plan.orders`.
+        requantise_every: updates between two writes of the packed state.
         notes: facts the plan should carry, such as that its input is synthetic.
 
     Raises:
-        UsageError: neither selection nor calibration.
+        UsageError: neither selection nor calibration, or an order without a calibration for it.
         PlanMismatch: selection or calibration belongs to another model.
         UnsupportedModel: the family is for analysis only.
     """
@@ -53,6 +59,18 @@ def build_plan(
         raise UsageError(
             "a plan needs a cutoff, a calibration or both",
             hint="add --w-max N, or --calibration DIR",
+        )
+    orders = None
+    if calibration is not None:
+        _check_origin(checkpoint, calibration)
+        orders = stored_orders(
+            calibration, checkpoint.spec.layers, key_order=key_order, value_order=value_order
+        )
+        notes = (*notes, *orders.notes)
+    elif (key_order, value_order, requantise_every) != ("shared", "none", 1):
+        raise UsageError(
+            "orders and the interval of requantisation belong to a packed state, and there is none",
+            hint="add --calibration DIR, or leave --key-order, --value-order and --requantise-every out",
         )
     arrays: dict[str, Array] = {}
     content: dict[str, Any] = {
@@ -84,19 +102,35 @@ def build_plan(
         if placement.mode != "off":
             arrays["placement.storage_owner"] = placement.storage_owner
             arrays["placement.storage_slot"] = placement.storage_slot
-    if calibration is not None:
-        _check_origin(checkpoint, calibration)
-        content |= _precision(checkpoint, calibration)
-        for layer, risk, protected in zip(
-            checkpoint.spec.layers, calibration.risk, calibration.protected, strict=True
-        ):
-            start = f"layers.{layer.index}."
-            arrays[start + "risk"] = risk.astype(np.float32)
-            arrays[start + "key_order"] = key_order(protected, layer.key_dim)
+    if calibration is not None and orders is not None:
+        content |= _precision(checkpoint, calibration, orders, requantise_every)
+        arrays |= _order_arrays(checkpoint, calibration, orders)
     return seal(content, arrays)
 
 
-def key_order(protected: Array, key_dim: int) -> NDArray[np.int16]:
+def _order_arrays(
+    checkpoint: Checkpoint, calibration: Calibration, orders: StoredOrders
+) -> dict[str, Array]:
+    arrays: dict[str, Array] = {}
+    for layer in checkpoint.spec.layers:
+        start, ordinal = f"layers.{layer.index}.", layer.ordinal
+        arrays[start + "risk"] = calibration.risk[ordinal].astype(np.float32)
+        arrays[start + "key_order"] = stored_key_order(orders.protected[ordinal], layer.key_dim)
+        if orders.value_order == "none":
+            continue
+        shape = (layer.value_heads, layer.value_dim)
+        if orders.values[ordinal].shape != shape:
+            raise PlanMismatch(
+                f"{calibration.path} orders {list(orders.values[ordinal].shape)} value dims in layer "
+                f"{layer.index}, {checkpoint.name} has {list(shape)}",
+                layer=layer.index,
+            )
+        arrays[start + "value_order"] = orders.values[ordinal]
+        arrays[start + "value_scale"] = orders.scales[ordinal].astype(np.float32)
+    return arrays
+
+
+def stored_key_order(protected: Array, key_dim: int) -> NDArray[np.int16]:
     """Stored row -> key channel `[H, K]`: protected channels first, ascending in each region.
 
     Args:
@@ -230,9 +264,15 @@ def _check_origin(checkpoint: Checkpoint, calibration: Calibration) -> None:
         )
 
 
-def _precision(checkpoint: Checkpoint, calibration: Calibration) -> dict[str, Any]:
+def _precision(
+    checkpoint: Checkpoint, calibration: Calibration, orders: StoredOrders, every: int
+) -> dict[str, Any]:
     from hybridstate.kernels.layout import PackedLayout
 
+    if every < 1:
+        raise UsageError(
+            f"--requantise-every {every}: at least 1", found=every, expected="1 or more"
+        )
     layers = checkpoint.spec.layers
     layouts = [
         PackedLayout(layer.key_dim, layer.value_dim, calibration.k_hi, calibration.group)
@@ -241,6 +281,7 @@ def _precision(checkpoint: Checkpoint, calibration: Calibration) -> dict[str, An
     if len({layout.layout_id for layout in layouts}) > 1:
         raise PlanMismatch("linear layers of different dimensions cannot share one packed layout")
     bits = layouts[0].bits_per_value
+    ring = ring_bits(layers[0], every, per_channel=checkpoint.spec.unit == "channel")
     packed = sum(
         layer.value_heads * layout.head_bytes for layer, layout in zip(layers, layouts, strict=True)
     )
@@ -249,10 +290,13 @@ def _precision(checkpoint: Checkpoint, calibration: Calibration) -> dict[str, An
         "precision": {
             "k_hi": calibration.k_hi,
             "group": calibration.group,
-            "key_order": calibration.key_order,
+            "key_order": orders.key_order,
+            "value_order": orders.value_order,
+            "value_scale": bool(orders.scales),
             "selector": calibration.selector,
+            "requantise_every": every,
             "bits_per_value": bits,
-            "bits_per_value_with_ring": bits,
+            "bits_per_value_with_ring": bits + ring,
             "state_dense_bytes": temporal_bytes(checkpoint.spec),
             "state_packed_bytes": packed,
         },

@@ -2,7 +2,8 @@
 
 `calibration.json` names the model's digests, the protocol, `k_hi`, `group`, `selector` and
 `key_order`; `calibration.safetensors` holds `layers.{i}.risk` f32 `[H, K]` and
-`layers.{i}.protected` i16 `[H, K_hi]`.
+`layers.{i}.protected` i16 `[H, K_hi]`, and where the format `damp+reorder` was run its `value_scale` f32
+`[H, V]`, `value_order` i16 `[H, V]` and `protected_reorder` i16 `[H, K_hi]`.
 """
 
 import json
@@ -25,6 +26,21 @@ _AGAIN: Final = "run `hybridstate calibrate MODEL -o DIR` again"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ValueMaps:
+    """Value scaling and reordering of one layer, as `damp+reorder` chose them.
+
+    Attributes:
+        scale: c, float32 `[H, V]` by value dim of the model.
+        order: int16 `[H, V]`, stored column -> value dim.
+        protected: `[H, K_hi]`, the key channels chosen together with them.
+    """
+
+    scale: NDArray[np.float32]
+    order: NDArray[np.int16]
+    protected: NDArray[np.int16]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Calibration:
     """A calibration as a plan needs it.
 
@@ -36,6 +52,7 @@ class Calibration:
         risk: per linear layer, `[H, K]` float32.
         protected: per linear layer, `[H, K_hi]`.
         block: the `calibration` block of the plan.
+        values: per linear layer, its value maps; empty where `damp+reorder` was not run.
     """
 
     path: Path
@@ -48,6 +65,7 @@ class Calibration:
     risk: tuple[NDArray[np.float32], ...]
     protected: tuple[NDArray[np.int16], ...]
     block: dict[str, Any]
+    values: tuple[ValueMaps, ...] = ()
 
 
 def read_calibration(path: str | Path) -> Calibration:
@@ -131,6 +149,7 @@ def _parse(folder: Path, content: dict[str, Any], arrays: dict[str, NDArray[Any]
             )
         risk.append(scores)
         protected.append(chosen)
+    values = _value_maps(folder, arrays, indices, [scores.shape[0] for scores in risk], k_hi)
     model = content["model"]
     return Calibration(
         path=folder,
@@ -156,7 +175,46 @@ def _parse(folder: Path, content: dict[str, Any], arrays: dict[str, NDArray[Any]
                 for row in content.get("validation", [])
             ],
         },
+        values=values,
     )
+
+
+def _value_maps(
+    folder: Path, arrays: dict[str, NDArray[Any]], indices: list[int], heads: list[int], k_hi: int
+) -> tuple[ValueMaps, ...]:
+    """Value maps of every layer, or none where no layer has them.
+
+    Raises:
+        SourceError: a layer lacks a part, or an array has the wrong form.
+    """
+    names = {"value_scale": "float32", "value_order": "int16", "protected_reorder": "int16"}
+    if not any(f"layers.{i}.value_order" in arrays for i in indices):
+        return ()
+    found = []
+    for index, count in zip(indices, heads, strict=True):
+        parts = [arrays.get(f"layers.{index}.{name}") for name in names]
+        scale, order, protected = parts
+        if (
+            scale is None
+            or order is None
+            or protected is None
+            or [str(a.dtype) for a in (scale, order, protected)] != list(names.values())
+            or scale.shape != order.shape
+            or order.ndim != 2
+            or len(order) != count
+            or protected.shape != (count, k_hi)
+            or (np.sort(order, axis=1) != np.arange(order.shape[1])).any()
+            or not (np.isfinite(scale) & (scale > 0)).all()
+        ):
+            raise SourceError(
+                f"{folder / ARRAYS_FILE}: layers.{index}: {', '.join(names)} are not value maps of "
+                f"{count} heads with {k_hi} channels",
+                hint=_AGAIN,
+                file=str(folder / ARRAYS_FILE),
+                layer=index,
+            )
+        found.append(ValueMaps(scale, order, protected))
+    return tuple(found)
 
 
 def _check_bytes(folder: Path, content: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:

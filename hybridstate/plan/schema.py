@@ -159,7 +159,9 @@ class PlacementBlock(Block):
 class PrecisionBlock(Block):
     """The packed live state: `k_hi` FP16 key rows, the rest INT8 in groups along V (DAMP).
 
-    `state_packed_bytes` are those of one sequence in a pool, alignment of each head included.
+    `state_packed_bytes` are those of one sequence in a pool, alignment of each head included. Key order `shared` and
+    `expand` are carried by exported weights (`expand` with one key head for each value head), `per-head` by the
+    kernel. `requantise_every` updates share one write; the inputs kept meanwhile are in `bits_per_value_with_ring`.
     """
 
     k_hi: Count
@@ -167,7 +169,7 @@ class PrecisionBlock(Block):
     low_format: Literal["int8"] = "int8"
     group: Positive
     scale_dtype: Literal["float32"] = "float32"
-    key_order: Literal["shared", "per-head"]
+    key_order: Literal["shared", "per-head", "expand"]
     value_order: Literal["none", "per-head", "common"] = "none"
     value_scale: bool = False
     selector: str

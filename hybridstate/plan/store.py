@@ -98,6 +98,22 @@ class Plan:
         owner = self.arrays["placement.head_owner"][layer.ordinal].tolist()
         return np.array(packed_order(layer.key_heads, layer.value_heads, owner), np.int64)
 
+    def value_order(self, index: int, order: Order = "original") -> Array | None:
+        """Stored column -> value dim *of the loaded checkpoint*, `[H, V]`; None where values keep their order."""
+        stored = self.head_array(index, "value_order", order)
+        if stored is None or order == "original" or not self.absorbs_values:
+            return stored
+        identity = np.arange(stored.shape[1], dtype=stored.dtype)
+        return np.broadcast_to(identity, stored.shape).copy()
+
+    def value_scale(self, index: int, order: Order = "original") -> Array | None:
+        """c of every stored column, `[H, V]`, heads in the loaded checkpoint's order; None for ones."""
+        scale = self.head_array(index, "value_scale", order)
+        stored = self.head_array(index, "value_order", order)
+        if scale is None or stored is None:
+            return scale
+        return np.take_along_axis(scale, stored.astype(np.int64), axis=1)
+
     def head_array(self, index: int, name: str, order: Order = "original") -> Array | None:
         """`layers.{index}.{name}` with its heads in the loaded checkpoint's order."""
         found, heads = self.array(index, name), self.head_order(index, order)
@@ -110,8 +126,24 @@ class Plan:
         return (
             self.document.model.exported is not None
             and precision is not None
-            and precision.key_order == "shared"
+            and precision.key_order != "per-head"
         )
+
+    @property
+    def absorbs_values(self) -> bool:
+        """Whether the exported weights carry a value order."""
+        precision = self.document.precision
+        return (
+            self.document.model.exported is not None
+            and precision is not None
+            and precision.value_order != "none"
+        )
+
+    @property
+    def expands_keys(self) -> bool:
+        """Whether the exported weights hold one key head for each value head, unlike the original's."""
+        precision = self.document.precision
+        return self.absorbs_keys and precision is not None and precision.key_order == "expand"
 
     @property
     def absorbs_heads(self) -> bool:

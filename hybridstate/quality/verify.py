@@ -30,7 +30,8 @@ from hybridstate.trajectories.cache import decode, prefill, recurrent_states
 from hybridstate.trajectories.model import LoadedModel, load_model
 from hybridstate.trajectories.prompts import heldout_text, prefixes
 from hybridstate.weights.fold import changed
-from hybridstate.weights.permute import layer_moves, layer_orders
+from hybridstate.weights.orders import layer_orders
+from hybridstate.weights.permute import layer_moves
 
 Progress = Callable[[str, int, int], None]
 
@@ -247,10 +248,11 @@ def account_tensors(
     for done, (name, entry) in enumerate(sorted(original.entries.items()), start=1):
         other = exported.entries[name]
         expected = changed(original, moves[name]) if name in moves else original.read_raw(name)
-        if (other.dtype, other.shape) != (entry.dtype, entry.shape):
+        shape = moves[name].shape_after(entry.shape) if name in moves else entry.shape
+        if (other.dtype, other.shape) != (entry.dtype, shape):
             raise PlanMismatch(
                 f"{name} is {other.dtype} {list(other.shape)} in the exported checkpoint, "
-                f"expected {entry.dtype} {list(entry.shape)}",
+                f"expected {entry.dtype} {list(shape)}",
                 tensor=name,
             )
         if exported.read_raw(name) != expected:
@@ -328,7 +330,7 @@ def _compare_states(
         if stored is not None and plan.absorbs_keys:
             index = torch.from_numpy(stored.astype(np.int64))[None, :, :, None]
             expected = before.gather(2, index.expand_as(before))
-        if values is not None and plan.absorbs_keys:
+        if values is not None and plan.absorbs_values:
             columns = torch.from_numpy(values.astype(np.int64))[None, :, None, :]
             expected = expected.gather(3, columns.expand_as(expected))
         if heads is not None:

@@ -68,6 +68,7 @@ class ExportedPlan:
                 "side_files": [str(name) for name in self.layout.side_files],
                 "left_out": [str(name) for name in self.layout.left_out],
                 "bytes": self.layout.nbytes,
+                "expanded": self.layout.growth and self.layout.growth.to_json(),
             }
         return result
 
@@ -155,7 +156,7 @@ def step_spec(plan: Plan) -> StepSpec:
         index = {n.index: plan.arrays[f"layers.{n.index}.key_order"].tolist() for n in plan.layers}
     return StepSpec(
         layout=PackedLayout(first.key_dim, first.value_dim, precision.k_hi, precision.group),
-        key_heads=first.key_heads,
+        key_heads=first.value_heads if plan.expands_keys else first.key_heads,
         heads=first.value_heads,
         per_channel=document.model.kind == "kda",
         key_index=index,

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from hybridstate.checkpoint import Checkpoint
 from hybridstate.errors import UnsupportedModel
-from hybridstate.weights.permute import Move, permute
+from hybridstate.weights.moves import Move
+from hybridstate.weights.permute import permute
 
 
 def fold_norm(raw: bytes, dtype: str, move: Move, norm: NDArray[np.floating]) -> bytes:

@@ -12,26 +12,13 @@ projection and `dt_bias`) changes no output: the L2 norm and the dot products do
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hybridstate.checkpoint.header import DTYPE_BITS
-from hybridstate.errors import PlanMismatch, UnsupportedModel
+from hybridstate.errors import UnsupportedModel
 from hybridstate.families import AxisRule, LinearLayer, ModelSpec
-from hybridstate.plan.placement import packed_order
-from hybridstate.plan.store import Plan
-
-Index = NDArray[np.int64]
-
-SCALES: Final = (".weight_scale_inv", ".weight_scale")
-"""Endings of the scales of a quantised weight: block FP8, and one per row or per tensor."""
-
-SCALE_BLOCK: Final = 128
-"""Entries along each axis that share a scale in block FP8."""
-
-_UNQUANTISED: Final = "use the unquantised checkpoint, or --no-weights and let the kernel gather"
+from hybridstate.weights.moves import SCALES, Index, Move, scale_move, scaled_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +28,11 @@ class LayerOrder:
     Attributes:
         bundles: `[Hk]`, key heads (each with its bundle of value heads).
         heads: `[H]`, value heads, consistent with `bundles`.
-        keys: `[Hk, K]`, key channels, by *old* key head.
+        keys: `[Hk, K]`, key channels, by *old* key head; `[H, K]` by old value head with `expand`.
         values: `[H, V]`, value dims, by *old* value head.
         fold: the output norm's weight moves into the output projection and becomes ones, so that
             heads which share it may order their value dims differently.
+        expand: every value head gets a key head of its own, a copy of the one it read.
     """
 
     bundles: Index
@@ -52,6 +40,7 @@ class LayerOrder:
     keys: Index
     values: Index
     fold: bool = False
+    expand: bool = False
 
     @classmethod
     def identity(cls, layer: LinearLayer) -> "LayerOrder":
@@ -82,14 +71,13 @@ class LayerOrder:
             raise UnsupportedModel(
                 f"layer {layer.index}: {layer.bundle} value heads share one key head but ask for "
                 "different key orders; weights can hold one order per key head",
-                hint="calibrate with --key-order shared, or export with --no-weights and let the "
-                "kernel gather",
+                hint="--key-order shared, --key-order expand, or --no-weights and let the kernel gather",
                 layer=layer.index,
             )
         return cls.of_keys(layer, bundles[:, 0])
 
     def inverse(self) -> "LayerOrder":
-        """The order that undoes this one."""
+        """The order that undoes this one, which must not expand."""
         bundles, heads = np.argsort(self.bundles), np.argsort(self.heads)
         return LayerOrder(
             bundles,
@@ -107,6 +95,9 @@ def _rows(source: Index, inside: Index) -> Index:
 
 
 def _key_rows(layer: LinearLayer, order: LayerOrder) -> Index:
+    if order.expand:  # a copy of the old key head for every new value head
+        rows = order.heads[:, None] // layer.bundle * layer.key_dim + order.keys[order.heads]
+        return rows.reshape(-1)
     return _rows(order.bundles, order.keys)
 
 
@@ -116,15 +107,27 @@ def _value_rows(layer: LinearLayer, order: LayerOrder) -> Index:
 
 def _gate_rows(layer: LinearLayer, order: LayerOrder) -> Index:
     """One row per key channel of a value head: the channels follow the order of its key head."""
-    return _rows(order.heads, np.repeat(order.keys, layer.bundle, axis=0))
+    keys = order.keys if order.expand else np.repeat(order.keys, layer.bundle, axis=0)
+    return _rows(order.heads, keys)
 
 
 def _key_heads(layer: LinearLayer, order: LayerOrder) -> Index:
-    return order.bundles
+    return order.heads // layer.bundle if order.expand else order.bundles
 
 
 def _value_heads(layer: LinearLayer, order: LayerOrder) -> Index:
     return order.heads
+
+
+def _groups(layer: LinearLayer, order: LayerOrder) -> Iterator[tuple[int, Index, Index]]:
+    """For each new key head the old one it comes from, the old value heads that read it, its channels."""
+    if order.expand:
+        for head in order.heads:
+            yield int(head) // layer.bundle, np.array([head]), order.keys[head]
+        return
+    for new, old in enumerate(order.bundles):
+        heads = order.heads[new * layer.bundle : (new + 1) * layer.bundle]
+        yield int(old), heads, order.keys[old]
 
 
 def _qkvz_groups(layer: LinearLayer, order: LayerOrder) -> Index:
@@ -132,14 +135,13 @@ def _qkvz_groups(layer: LinearLayer, order: LayerOrder) -> Index:
     K, V, B = layer.key_dim, layer.value_dim, layer.bundle
     size = 2 * K + 2 * B * V
     pieces = []
-    for new, old in enumerate(order.bundles):
-        heads = order.heads[new * B : (new + 1) * B]
+    for old, heads, keys in _groups(layer, order):
         start = old * size
         inside = heads % B  # position inside the old bundle
         values = (inside[:, None] * V + order.values[heads]).reshape(-1)
         pieces += [
-            start + order.keys[old],
-            start + K + order.keys[old],
+            start + keys,
+            start + K + keys,
             start + 2 * K + values,
             start + 2 * K + B * V + values,
         ]
@@ -150,8 +152,8 @@ def _ba_groups(layer: LinearLayer, order: LayerOrder) -> Index:
     """Per key head `[b B | a B]` (Qwen3-Next)."""
     B = layer.bundle
     pieces = []
-    for new, old in enumerate(order.bundles):
-        inside = order.heads[new * B : (new + 1) * B] % B
+    for old, heads, _ in _groups(layer, order):
+        inside = heads % B
         pieces += [old * 2 * B + inside, old * 2 * B + B + inside]
     return np.concatenate(pieces)
 
@@ -184,7 +186,7 @@ _SEGMENTS: Mapping[str, Callable[[LinearLayer, LayerOrder], Index]] = {
 
 
 def axis_index(layer: LinearLayer, rule: AxisRule, order: LayerOrder, length: int) -> Index:
-    """Old position of every new entry along one axis of `length` entries.
+    """Old position of every new entry along one axis of `length` entries; more of them with `expand`.
 
     Raises:
         UnsupportedModel: the segments do not add up to `length`, or the order cannot be expressed.
@@ -196,7 +198,7 @@ def axis_index(layer: LinearLayer, rule: AxisRule, order: LayerOrder, length: in
             continue
         index = _SEGMENTS[segment](layer, order)
         pieces.append(start + index)
-        start += len(index)
+        start += layer.segment_length(segment)
     if start > length or (start < length and "padding" not in rule.segments):
         raise UnsupportedModel(
             f"an axis of {length} entries, expected {start} ({' + '.join(rule.segments)})",
@@ -206,30 +208,6 @@ def axis_index(layer: LinearLayer, rule: AxisRule, order: LayerOrder, length: in
             expected=start,
         )
     return np.concatenate([*pieces, np.arange(start, length)])
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """What happens to one tensor.
-
-    Attributes:
-        name: tensor name.
-        shape: the stored shape, or an equivalent one (same bytes) in which the axes exist.
-        axes: for each axis in which something moves, old position of every new entry.
-        ones: all entries become one (an output norm that was folded).
-        norm: tensor whose weight multiplies the columns before they move.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    axes: tuple[tuple[int, Index], ...]
-    ones: bool = False
-    norm: str | None = None
-
-    @property
-    def still(self) -> bool:
-        """Nothing changes."""
-        return not (self.axes or self.ones or self.norm)
 
 
 def layer_moves(
@@ -283,7 +261,9 @@ def _move(
         shape, axis = _axis_of(layer, rules[0], shape)
         rules = (AxisRule(axis, rules[0].segments),)
     axes = [(r.axis, axis_index(layer, r, order, shape[r.axis])) for r in rules]
-    moving = tuple((axis, i) for axis, i in axes if (i != np.arange(len(i))).any())
+    moving = tuple(
+        (axis, i) for axis, i in axes if len(i) != shape[axis] or (i != np.arange(len(i))).any()
+    )
     return Move(name, shape, moving)
 
 
@@ -330,57 +310,6 @@ def _folded(
     return replace(move, norm=layer.prefix + norms[0])
 
 
-def scaled_weight(suffix: str) -> str | None:
-    """The weight whose scales a tensor holds, None if it holds none."""
-    for ending in SCALES:
-        if suffix.endswith(ending):
-            return suffix.removesuffix(ending) + ".weight"
-    return None
-
-
-def scale_move(name: str, shape: tuple[int, ...], weight: Move) -> Move:
-    """How the scales of a weight follow it, whole blocks at a time.
-
-    A scale stands for one entry of an axis, for `SCALE_BLOCK` of them, or for all; it can move only
-    where everything it stands for moves together. Heads of 128 with orders inside them always do.
-
-    Args:
-        shape: of the scales.
-        weight: the move of the weight they belong to.
-
-    Raises:
-        UnsupportedModel: entries of one block would come from several.
-    """
-    axes = []
-    for axis, index in weight.axes:
-        length, scales = len(index), shape[axis] if axis < len(shape) else 1
-        if scales == 1:
-            continue  # one scale for the whole axis
-        size = 1 if scales == length else SCALE_BLOCK
-        if scales != -(-length // size):
-            raise UnsupportedModel(
-                f"{scales} scales on an axis of {length}, expected one for each entry or for each "
-                f"{SCALE_BLOCK}",
-                hint=_UNQUANTISED,
-                found=scales,
-                expected=-(-length // size),
-            )
-        source = index // size
-        first = source[::size]
-        mixed = np.flatnonzero(source != np.repeat(first, size)[:length])
-        if len(mixed) or len(set(first.tolist())) != scales:
-            block = int(mixed[0]) // size if len(mixed) else 0
-            raise UnsupportedModel(
-                f"the order mixes scale blocks: block {block} of {size} entries would hold entries of "
-                "several",
-                hint=_UNQUANTISED,
-                block=block,
-            )
-        if (first != np.arange(scales)).any():
-            axes.append((axis, first))
-    return Move(name, shape, tuple(axes))
-
-
 def permute(raw: bytes, dtype: str, move: Move) -> bytes:
     """The bytes of a tensor after a move; `raw` holds it row-major in its safetensors dtype.
 
@@ -399,44 +328,3 @@ def permute(raw: bytes, dtype: str, move: Move) -> bytes:
     for axis, index in move.axes:
         array = np.take(array, index, axis=axis)
     return array.tobytes()
-
-
-def layer_orders(plan: Plan, spec: ModelSpec) -> tuple[LayerOrder, ...]:
-    """What the weights of each linear layer absorb of a plan: its key order, if one is shared, its
-    value order, and the heads of a `hybrid` placement, the ranks' bundles one after the other.
-
-    Raises:
-        PlanMismatch: the plan describes other layers.
-        UnsupportedModel: the plan keeps one key order per value head, which weights cannot hold.
-    """
-    precision = plan.document.precision
-    orders = []
-    for layer in spec.layers:
-        keys = plan.array(layer.index, "key_order")
-        if precision is None or keys is None:
-            orders.append(_placed(plan, layer, LayerOrder.identity(layer)))
-            continue
-        if keys.shape != (layer.value_heads, layer.key_dim):
-            raise PlanMismatch(
-                f"layer {layer.index}: the plan orders {list(keys.shape)} key channels, the model "
-                f"has {[layer.value_heads, layer.key_dim]}",
-                layer=layer.index,
-            )
-        order = LayerOrder.of_value_heads(layer, keys)
-        values = plan.array(layer.index, "value_order")
-        if values is not None:
-            fold = precision.value_order == "per-head"
-            order = replace(order, values=values.astype(np.int64), fold=fold)
-        orders.append(_placed(plan, layer, order))
-    return tuple(orders)
-
-
-def _placed(plan: Plan, layer: LinearLayer, order: LayerOrder) -> LayerOrder:
-    """The order with the heads of a `hybrid` placement."""
-    placement = plan.document.placement
-    if placement is None or placement.mode != "hybrid":
-        return order
-    owner = plan.arrays["placement.head_owner"][layer.ordinal].tolist()
-    bundles = packed_order(layer.key_heads, layer.key_heads, owner)
-    heads = packed_order(layer.key_heads, layer.value_heads, owner)
-    return replace(order, bundles=np.array(bundles), heads=np.array(heads))

@@ -3,7 +3,7 @@
 Shards are streamed: header bytes, untouched tensors and gaps are copied, a permuted tensor is read
 whole and written in its old place. So names, dtypes, order, shard layout and metadata stay, two
 exports are byte-equal, and memory peaks at the largest permuted tensor (twice). Holes of sparse
-files stay holes.
+files stay holes. Where key heads are replicated (`grow`), places shift and the header says so.
 """
 
 import json
@@ -16,12 +16,23 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from hybridstate.checkpoint import Checkpoint, TensorEntry, open_checkpoint
+from hybridstate.checkpoint.index import config_digest
 from hybridstate.errors import PlanMismatch, SourceError, UnsupportedModel, UsageError
 from hybridstate.plan.compare import checkpoint_digests
 from hybridstate.plan.schema import PLAN_FILE, SCHEMA_VERSION, to_content
 from hybridstate.plan.store import STATE_PLAN, Plan, seal, write_files
 from hybridstate.weights.fold import changed
-from hybridstate.weights.permute import LayerOrder, Move, layer_moves
+from hybridstate.weights.grow import (
+    INDEX_FILE,
+    Growth,
+    changed_config,
+    grown_header,
+    growth,
+    rewrite_config,
+    rewrite_index,
+)
+from hybridstate.weights.moves import Move
+from hybridstate.weights.permute import LayerOrder, layer_moves
 
 Progress = Callable[[str, int, int], None]
 
@@ -41,6 +52,7 @@ class Layout:
         side_files: files copied as they are, relative to the checkpoint.
         left_out: files not copied, since they may hold weights in the old order.
         nbytes: disk space the export takes (holes of sparse files excluded).
+        growth: what replicated key heads change, None where none are.
     """
 
     moves: Mapping[str, Move]
@@ -49,6 +61,7 @@ class Layout:
     side_files: tuple[Path, ...]
     left_out: tuple[Path, ...]
     nbytes: int
+    growth: Growth | None = None
 
 
 def lay_out(checkpoint: Checkpoint, orders: Sequence[LayerOrder]) -> Layout:
@@ -81,9 +94,10 @@ def lay_out(checkpoint: Checkpoint, orders: Sequence[LayerOrder]) -> Layout:
     nbytes = sum(
         _allocated(file) for file in (*checkpoint.files, *(checkpoint.path / name for name in side))
     )
-    return Layout(
-        moves, len(checkpoint.entries), checkpoint.files, tuple(side), tuple(left_out), nbytes
-    )
+    grown = growth(checkpoint, moves)
+    nbytes += 0 if grown is None else grown.added_bytes
+    tensors = len(checkpoint.entries)
+    return Layout(moves, tensors, checkpoint.files, tuple(side), tuple(left_out), nbytes, grown)
 
 
 def _refuse_shared_bytes(move: Move, entry: TensorEntry) -> None:
@@ -158,14 +172,22 @@ def write_checkpoint(
     done = 0
     for shard in layout.shards:
         moves = [layout.moves[tensor] for tensor in inside[shard] if tensor in layout.moves]
-        write_shard(checkpoint, shard, folder / shard.name, moves)
+        write_shard(checkpoint, shard, folder / shard.name, moves, layout.growth)
         done += len(inside[shard])
         if progress is not None:
             progress("write", done, layout.tensors)
     for name in layout.side_files:  # config.json among them: a killed export has none
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(checkpoint.path / name, folder / name)
-    exported = with_exported(plan, open_checkpoint(folder, lower_bound=checkpoint.lower_bound))
+    if layout.growth is not None:
+        rewrite_config(folder / "config.json", layout.growth)
+        if (folder / INDEX_FILE).is_file():
+            rewrite_index(folder / INDEX_FILE, layout.growth, checkpoint)
+    made = open_checkpoint(folder, lower_bound=checkpoint.lower_bound)
+    expected = checkpoint.config
+    if layout.growth is not None:
+        expected = changed_config(checkpoint.config, layout.growth)
+    exported = with_exported(plan, made, config_digest(expected))
     bundle = folder / STATE_PLAN
     bundle.mkdir()
     write_files(exported, bundle)
@@ -173,14 +195,17 @@ def write_checkpoint(
     return exported
 
 
-def with_exported(plan: Plan, exported: Checkpoint) -> Plan:
+def with_exported(plan: Plan, exported: Checkpoint, config: str | None = None) -> Plan:
     """The plan with the digests of its permuted checkpoint.
 
+    Args:
+        config: digest its config must have; the original's by default.
+
     Raises:
-        PlanMismatch: the exported config is not the original's.
+        PlanMismatch: it has another one.
     """
     digests = checkpoint_digests(exported)
-    if digests.config != plan.document.model.original.config:
+    if digests.config != (config or plan.document.model.original.config):
         raise PlanMismatch("the exported config differs from the original", found=digests.config)
     content = to_content(plan.document)
     content["model"]["exported"] = digests.model_dump()
@@ -205,29 +230,31 @@ def _name_plan(config: Path, plan: Plan) -> None:
     config.write_text(text, encoding="utf-8")
 
 
-def write_shard(checkpoint: Checkpoint, source: Path, target: Path, moves: Sequence[Move]) -> None:
+def write_shard(
+    checkpoint: Checkpoint,
+    source: Path,
+    target: Path,
+    moves: Sequence[Move],
+    grown: Growth | None = None,
+) -> None:
     """One shard with some of its tensors moved, everything else byte for byte.
+
+    Args:
+        grown: what becomes larger in the checkpoint; tensors behind it in the file shift.
 
     Raises:
         SourceError: the shard cannot be read or shrank.
         UsageError: the target cannot be written.
     """
-    moving = sorted((checkpoint.entries[m.name].start, m.name) for m in moves)
     by_name = {move.name: move for move in moves}
+    grows = grown is not None and any(name in grown.shapes for name in by_name)
     try:
         # unbuffered: the search for holes moves the file position behind a buffer's back
         with source.open("rb", buffering=0) as reader, target.open("wb") as writer:
-            size = os.fstat(reader.fileno()).st_size
-            position = 0
-            for start, name in moving:
-                entry = checkpoint.entries[name]
-                _copy_range(reader, writer, position, start)
-                if next(_filled(reader, entry.start, entry.end), None) is not None:
-                    writer.seek(start)
-                    writer.write(changed(checkpoint, by_name[name]))
-                position = entry.end
-            _copy_range(reader, writer, position, size)
-            writer.truncate(size)
+            if grown is not None and grows:
+                _write_shifted(checkpoint, source, reader, writer, by_name, grown)
+            else:
+                _write_in_place(checkpoint, reader, writer, by_name)
     except OSError as error:
         if error.filename in (None, str(target)):
             raise UsageError(
@@ -236,11 +263,54 @@ def write_shard(checkpoint: Checkpoint, source: Path, target: Path, moves: Seque
         raise SourceError(f"{source}: {error.strerror}", file=str(source)) from error
 
 
-def _copy_range(reader: FileIO, writer: BinaryIO, start: int, end: int) -> None:
-    """Copy bytes [start, end) to the same place, skipping the holes of the source."""
+def _write_in_place(
+    checkpoint: Checkpoint, reader: FileIO, writer: BinaryIO, moves: Mapping[str, Move]
+) -> None:
+    """Header, gaps and still tensors copied, moved ones written where they were."""
+    size = os.fstat(reader.fileno()).st_size
+    position = 0
+    for name in sorted(moves, key=lambda name: checkpoint.entries[name].start):
+        entry = checkpoint.entries[name]
+        _copy_range(reader, writer, position, entry.start)
+        if next(_filled(reader, entry.start, entry.end), None) is not None:
+            writer.seek(entry.start)
+            writer.write(changed(checkpoint, moves[name]))
+        position = entry.end
+    _copy_range(reader, writer, position, size)
+    writer.truncate(size)
+
+
+def _write_shifted(
+    checkpoint: Checkpoint,
+    source: Path,
+    reader: FileIO,
+    writer: BinaryIO,
+    moves: Mapping[str, Move],
+    grown: Growth,
+) -> None:
+    """A new header, then every tensor at its new place, in the order of the old file."""
+    header, starts = grown_header(reader, checkpoint, source, grown)
+    writer.write(header)
+    end = len(header)
+    for name, start in starts.items():
+        entry = checkpoint.entries[name]
+        if name not in moves:
+            _copy_range(reader, writer, entry.start, entry.end, start - entry.start)
+            end = start + entry.end - entry.start
+            continue
+        data = changed(checkpoint, moves[name])
+        if next(_filled(reader, entry.start, entry.end), None) is not None:
+            writer.seek(start)
+            writer.write(data)
+        end = start + len(data)
+    writer.truncate(end)
+
+
+def _copy_range(reader: FileIO, writer: BinaryIO, start: int, end: int, shift: int = 0) -> None:
+    """Copy bytes [start, end) to a place `shift` further on, skipping the holes of the source."""
     for first, last in _filled(reader, start, end):
         reader.seek(first)
-        writer.seek(first)
+        writer.seek(first + shift)
         left = last - first
         while left:
             piece = reader.read(min(left, _CHUNK_BYTES))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hybridstate import api
 from hybridstate.checkpoint import open_checkpoint
 from hybridstate.errors import NumericError, PlanMismatch, SourceError, UsageError
-from hybridstate.plan.build import build_plan, key_order
+from hybridstate.plan.build import build_plan, stored_key_order
 from hybridstate.plan.calibration import read_calibration
 from hybridstate.plan.compare import verify_against
 from hybridstate.plan.select import random_selection
@@ -136,7 +136,7 @@ def test_key_order_puts_protected_channels_first_and_ascends(
     k_hi = round(share * key_dim)
     rng = np.random.Generator(np.random.PCG64(seed))
     protected = np.array([rng.permutation(key_dim)[:k_hi] for _ in range(heads)]).reshape(heads, -1)
-    order = key_order(protected, key_dim)
+    order = stored_key_order(protected, key_dim)
     assert order.dtype == np.int16
     for head in range(heads):
         assert order[head, :k_hi].tolist() == sorted(protected[head])
@@ -145,9 +145,9 @@ def test_key_order_puts_protected_channels_first_and_ascends(
 
 def test_protected_channels_out_of_range_or_named_twice_are_refused() -> None:
     with pytest.raises(NumericError, match="outside"):
-        key_order(np.array([[0, 8]]), 8)
+        stored_key_order(np.array([[0, 8]]), 8)
     with pytest.raises(NumericError, match="head 1 protects a channel twice"):
-        key_order(np.array([[0, 1], [3, 3]]), 8)
+        stored_key_order(np.array([[0, 1], [3, 3]]), 8)
 
 
 def _remove(name: str) -> Callable[[Path], None]:

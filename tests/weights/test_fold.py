@@ -21,7 +21,9 @@ from hybridstate.trajectories.cache import prefill
 from hybridstate.trajectories.model import load_model
 from hybridstate.weights.export import write_export
 from hybridstate.weights.fold import fold_norm, ones_like
-from hybridstate.weights.permute import Move, layer_moves, layer_orders
+from hybridstate.weights.moves import Move
+from hybridstate.weights.orders import layer_orders
+from hybridstate.weights.permute import layer_moves
 from hybridstate.weights.rewrite import lay_out, write_shard
 from tests.families.saved import available, save
 from tests.plan.calibrated import write_calibration

@@ -16,7 +16,8 @@ from hybridstate.plan.build import build_plan
 from hybridstate.plan.calibration import read_calibration
 from hybridstate.plan.compare import verify_against
 from hybridstate.plan.store import read_plan
-from hybridstate.weights.permute import LayerOrder, layer_orders
+from hybridstate.weights.orders import layer_orders
+from hybridstate.weights.permute import LayerOrder
 from hybridstate.weights.rewrite import check_disk, lay_out, write_checkpoint, write_shard
 from tests.plan.calibrated import write_calibration
 from tests.tiny import write_checkpoint as write_model
