@@ -26,7 +26,6 @@ from hybridstate.plan.select import Selection, overlap
 from hybridstate.plan.store import Plan
 from hybridstate.quality import tasks
 from hybridstate.quality.arms import (
-    INTERVENTIONS,
     Arm,
     Outcomes,
     cached_prefix,
@@ -34,8 +33,8 @@ from hybridstate.quality.arms import (
     restore_into,
     retained_by,
     run_arms,
-    run_interventions,
 )
+from hybridstate.quality.intervention import INTERVENTIONS, run_interventions
 from hybridstate.quality.reuse import Cases, mean_and_error, paired_interval, score
 from hybridstate.runtime.pool import StatePool
 from hybridstate.runtime.restore import (

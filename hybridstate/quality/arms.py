@@ -7,7 +7,7 @@ an arm are fixed before any case is seen.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from hybridstate.runtime.restore import (
     load,
     refresh,
     replay,
-    resume,
     resume_slots,
     store,
     zero_fill,
@@ -33,8 +32,6 @@ from hybridstate.trajectories.cache import new_cache, prefill
 from hybridstate.trajectories.model import LoadedModel
 
 Policy = Literal["dense", "recompute", "nr", "wr"]
-Intervention = Literal["nothing", "zero-kv", "zero-linear", "zero-both", "other-prompt"]
-INTERVENTIONS: tuple[Intervention, ...] = get_args(Intervention)
 
 Step = Callable[[int], None]
 
@@ -281,37 +278,3 @@ def check_length(buffer: torch.Tensor, arm: Arm) -> None:
             found=buffer.numel(),
             expected=arm.checkpoint_bytes,
         )
-
-
-def run_interventions(
-    loaded: LoadedModel, cases: Cases, outcomes: Outcomes, *, rows: int, done: Step
-) -> None:
-    """Does the model need its state? Continue each prefix with parts of it removed.
-
-    `zero-kv` zeroes the attention keys and values of the prefix, `zero-linear` the recurrent states (convolution
-    windows stay), `zero-both` both, `other-prompt` takes the recurrent states of the next case in the batch. Nothing
-    is packed here. A batch of one case has no other prompt and leaves that arm out.
-    """
-    prefix = cached_prefix(loaded, cases.context, rows=rows)
-    reference: list[torch.Tensor] = []
-    for name in INTERVENTIONS:
-        if name == "other-prompt" and prefix.batch < 2:
-            continue
-        for number, start in enumerate(range(0, prefix.batch, rows)):
-            chosen = list(range(start, min(start + rows, prefix.batch)))
-            part = prefix.rows(chosen)
-            states, kv = part.states, part.kv
-            if name in ("zero-linear", "zero-both"):
-                states = tuple(torch.zeros_like(state) for state in states)
-            if name == "other-prompt":
-                states = prefix.rows([(row + 1) % prefix.batch for row in chosen]).states
-            if name in ("zero-kv", "zero-both"):
-                kv = {b: (torch.zeros_like(k), torch.zeros_like(v)) for b, (k, v) in kv.items()}
-            subset = cases.rows(chosen)
-            scores = score(loaded, resume(loaded, kv, states, part.conv), subset)
-            if name == "nothing":
-                reference.append(scores.log_probs)
-            kl = divergence(reference[number], scores.log_probs)
-            top1 = top1_agreement(reference[number], scores.log_probs)
-            outcomes.add(name, subset, scores.exact, scores.bits, kl, top1)
-            done(len(chosen))

@@ -10,14 +10,13 @@ from hybridstate.bench.cutoffs import make_arms
 from hybridstate.errors import NumericError
 from hybridstate.plan.select import select
 from hybridstate.quality.arms import (
-    INTERVENTIONS,
     Arm,
     Outcomes,
     cached_prefix,
     run_arms,
-    run_interventions,
     twins,
 )
+from hybridstate.quality.intervention import INTERVENTIONS, run_interventions
 from hybridstate.quality.reuse import Cases, divergence, score
 from hybridstate.runtime.pool import StatePool
 from hybridstate.runtime.restore import Units, resume
