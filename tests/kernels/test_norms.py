@@ -1,0 +1,89 @@
+"""Norms and the one-token convolution against their twins, and against transformers' own."""
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+from hybridstate.errors import NumericError
+from hybridstate.kernels.norms import (
+    conv_reference,
+    conv_step,
+    rms_norm,
+    rms_norm_reference,
+)
+from tests.tolerances import assert_within
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("width", [12, 64, 300])
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("activation", ["", "silu", "sigmoid"])
+def test_norm_equals_the_twin(width: int, centred: bool, activation: str) -> None:
+    x, weight = 3 * normal(5, 3, width), normal(width, seed=1)
+    gate = normal(5, 3, width, seed=2) if activation else None
+    options: dict[str, Any] = {"zero_centred": centred, "gate": gate, "activation": activation}
+    expected = rms_norm_reference(x, weight, 1e-6, **options)
+    assert_within(rms_norm(x, weight, 1e-6, **options), expected, "kernel-f32")
+
+
+def test_norm_takes_rows_of_a_wider_tensor() -> None:
+    x, weight = normal(7, 40)[:, 8:24], normal(16, seed=1)
+    assert_within(rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6), "kernel-f32")
+
+
+def test_gate_and_activation_come_together() -> None:
+    x = normal(2, 16)
+    with pytest.raises(NumericError, match="silu or sigmoid"):
+        rms_norm(x, x[0], 1e-6, gate=x)
+    with pytest.raises(NumericError, match="silu or sigmoid"):
+        rms_norm(x, x[0], 1e-6, gate=x, activation="relu")
+
+
+@pytest.mark.parametrize("length", [3, 4])
+@pytest.mark.parametrize("biased", [False, True])
+def test_convolution_equals_the_twin_and_shifts_the_window(length: int, biased: bool) -> None:
+    x = normal(3, 300, seed=3)
+    window = normal(3, 300, length, seed=4)
+    weight, bias = normal(300, 4, seed=5), normal(300, seed=6) if biased else None
+    theirs = window.clone()
+    expected = conv_reference(x, theirs, weight, bias)
+    found = conv_step(x, window, weight, bias)
+    assert_within(found, expected, "kernel-f32")
+    assert torch.equal(window, theirs)
+    assert torch.equal(window[..., -1], x)
+
+
+def test_twin_equals_transformers() -> None:
+    model: Any = import_module("transformers.models.qwen3_5_moe.modeling_qwen3_5_moe")
+    x, weight = normal(4, 24, seed=7), normal(24, 4, seed=8)
+    ours, theirs = (normal(4, 24, 3, seed=9) for _ in range(2))
+    # looked up in the module unless a loaded model has replaced it
+    original = getattr(model.causal_conv1d_update, "__wrapped__", model.causal_conv1d_update)
+    expected = original(x[..., None], theirs, weight, None, "silu")
+    assert_within(conv_reference(x, ours, weight, None), expected[..., 0], "kernel-f32")
+    assert torch.equal(ours, theirs)
+
+
+def test_convolution_shapes_are_checked() -> None:
+    with pytest.raises(NumericError, match="a convolution of"):
+        conv_step(normal(2, 8), normal(2, 8, 2), normal(8, 4))
+    with pytest.raises(NumericError, match="contiguous windows"):
+        conv_step(normal(2, 8), normal(2, 3, 8).transpose(1, 2), normal(8, 4))
+
+
+@pytest.mark.gpu
+def test_norm_and_convolution_on_a_gpu() -> None:
+    x = normal(256, 2048).cuda().bfloat16()
+    weight = normal(2048, seed=1).cuda().bfloat16()
+    expected = rms_norm_reference(x, weight, 1e-6, gate=x, activation="silu")
+    assert_within(rms_norm(x, weight, 1e-6, gate=x, activation="silu"), expected, "kernel-bf16")
+    window, taps = normal(256, 2048, 3).cuda().bfloat16(), normal(2048, 4).cuda().bfloat16()
+    theirs = window.clone()
+    expected = conv_reference(x, theirs, taps, None)
+    assert_within(conv_step(x, window, taps), expected, "kernel-bf16")
+    assert torch.equal(window, theirs)
