@@ -1,0 +1,290 @@
+"""Dense states to packed slots and back as plain Triton kernels, one launch for all layers.
+
+A program moves 16 key rows (fragment order) or one group of value columns (natural order) of one head of one slot.
+Tiles are read in the order of one side and written in that of the other; between them they change owner inside the
+program, so both sides see full 16-byte accesses. Rounding is that of `PackedLayout.pack` bit for bit: divisions are
+IEEE divisions, ties go to even, and a NaN reaches the scale of its group, so that it shows after unpacking.
+
+Addresses: a `table` holds each layer's distance from the first one in units of 16 bytes, `slots` the int64 slot of
+each batch row (below zero: skipped). In ragged form the dense side is the row buffer of a checkpoint and `place` the
+position of each key row in it, below zero where it is omitted (read as zero, not written).
+"""
+
+import triton
+import triton.language as tl
+
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: the nearest-even integer lands in the low bits
+HALF_MAX = tl.constexpr(65504.0)
+
+
+@triton.jit
+def largest(x, axis: tl.constexpr):
+    """max|x| along an axis; the bits of |x| order like |x| and put NaN last, so that it is not lost."""
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(bits, axis).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def nearest_code(x, divisor):
+    """round_half_even(x / divisor) in [-127, 127] as int8."""
+    ratio = tl.minimum(tl.maximum(tl.div_rn(x, divisor), -127.0), 127.0)
+    return (ratio + ROUND).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def _half(x):
+    """float32 to float16, saturating at 65,504; NaN stays NaN."""
+    bounded = tl.minimum(tl.maximum(x, -HALF_MAX), HALF_MAX)
+    return tl.where(x == x, bounded, x).to(tl.float16)
+
+
+@triton.jit
+def _as_stored(x, dtype: tl.constexpr):
+    """float32 to the dtype of a dense pool."""
+    return _half(x) if dtype == tl.float16 else x.to(dtype)
+
+
+@triton.jit
+def _group_scale(x, axis: tl.constexpr):
+    """Scale of each group along an axis (DAMP Eq. 5) and the divisor that a scale of zero stands for."""
+    top = largest(x, axis)
+    scale = tl.div_rn(top, tl.full(top.shape, 127.0, tl.float32))
+    return scale, tl.where(scale > 0, scale, 1.0)
+
+
+@triton.jit
+def _dense_head(dense, table, layer, slot, slot_values, head, VALUES: tl.constexpr):
+    """First value of one head of a dense pool."""
+    step: tl.constexpr = 128 // dense.dtype.element_ty.primitive_bitwidth
+    return dense + tl.load(table + layer) * step + slot * slot_values + head * VALUES
+
+
+@triton.jit
+def pack_fragment_kernel(
+    dense, dense_table, dense_slots, slot_values, pool, pool_table, pool_slots, slot_bytes,
+    order, value_scale, place, B,
+    H: tl.constexpr, KHI: tl.constexpr, HEAD_BYTES: tl.constexpr, TILE: tl.constexpr,
+    S_TILE: tl.constexpr, S_ROW: tl.constexpr, S_COL: tl.constexpr,
+    ORDERED: tl.constexpr, SCALED: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """Grid: layers * B * H * 8 chunks of 16 key rows."""
+    chunk = tl.program_id(0) % 8
+    head = tl.program_id(0) // 8 % H
+    b = tl.program_id(0) // (8 * H) % B
+    layer = tl.program_id(0) // (8 * H) // B
+    source = tl.load(dense_slots + b)
+    target = tl.load(pool_slots + b)
+    if (source < 0) | (target < 0):
+        return
+    rows = chunk * 16 + tl.arange(0, 16)
+    cols = tl.arange(0, 4)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    unit = layer * H + head
+    logical = tl.load(order + unit * 128 + rows).to(tl.int32) if ORDERED else rows
+    if RAGGED:
+        at = tl.load(place + unit * 128 + logical).to(tl.int64)[:, None, None]
+        p = dense + source * slot_values + at * 128 + cols[None, :, :]
+        x = tl.load(p, (at >= 0) & (cols >= 0)[None, :, :], 0.0).to(tl.float32)
+    else:
+        p = _dense_head(dense, dense_table, layer, source, slot_values, head, 16384)
+        at = (cols // TILE * S_TILE + cols % TILE * S_COL)[None, :, :]
+        x = tl.load(p + logical[:, None, None] * S_ROW + at).to(tl.float32)
+    if SCALED:
+        c = tl.load(value_scale + unit * 128 + cols)[None, :, :]
+        x = tl.div_rn(x, tl.broadcast_to(c, x.shape))
+    blob = pool + tl.load(pool_table + layer) * 16 + target * slot_bytes + head * HEAD_BYTES
+    linear = tl.arange(0, 2048)
+    if chunk * 16 < KHI:
+        halves = tl.permute(tl.reshape(_half(x), [4, 4, 8, 8, 2]), [3, 2, 0, 4, 1])
+        p_hi = blob.to(tl.pointer_type(tl.float16)) + chunk * 2048
+        tl.store(p_hi + linear, tl.reshape(halves, [2048]))
+    else:
+        low = chunk - KHI // 16
+        scale, divisor = _group_scale(x, 2)
+        codes = nearest_code(x, tl.broadcast_to(divisor[:, :, None], x.shape)) ^ -128
+        codes = tl.permute(tl.reshape(codes, [4, 4, 8, 4, 4]), [3, 2, 0, 4, 1])
+        p_lo = (blob + KHI * 256).to(tl.pointer_type(tl.int8)) + low * 2048
+        tl.store(p_lo + linear, tl.reshape(codes, [2048]))
+        p_scale = (blob + KHI * 256 + (128 - KHI) * 128).to(tl.pointer_type(tl.float32)) + low * 64
+        spot = tl.arange(0, 4)[None, :] * 16 + tl.arange(0, 16)[:, None]
+        tl.store(p_scale + spot, scale)
+
+
+@triton.jit
+def unpack_fragment_kernel(
+    dense, dense_table, dense_slots, slot_values, pool, pool_table, pool_slots, slot_bytes,
+    order, value_scale, place, B,
+    H: tl.constexpr, KHI: tl.constexpr, HEAD_BYTES: tl.constexpr, TILE: tl.constexpr,
+    S_TILE: tl.constexpr, S_ROW: tl.constexpr, S_COL: tl.constexpr,
+    ORDERED: tl.constexpr, SCALED: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """The inverse of `pack_fragment_kernel`; same grid."""
+    chunk = tl.program_id(0) % 8
+    head = tl.program_id(0) // 8 % H
+    b = tl.program_id(0) // (8 * H) % B
+    layer = tl.program_id(0) // (8 * H) // B
+    target = tl.load(dense_slots + b)
+    source = tl.load(pool_slots + b)
+    if (source < 0) | (target < 0):
+        return
+    rows = chunk * 16 + tl.arange(0, 16)
+    cols = tl.arange(0, 4)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    unit = layer * H + head
+    blob = pool + tl.load(pool_table + layer) * 16 + source * slot_bytes + head * HEAD_BYTES
+    linear = tl.arange(0, 2048)
+    if chunk * 16 < KHI:
+        halves = tl.load(blob.to(tl.pointer_type(tl.float16)) + chunk * 2048 + linear)
+        halves = tl.permute(tl.reshape(halves, [8, 8, 4, 2, 4]), [2, 4, 1, 0, 3])
+        x = tl.reshape(halves, [16, 4, 32]).to(tl.float32)
+    else:
+        low = chunk - KHI // 16
+        codes = tl.load((blob + KHI * 256).to(tl.pointer_type(tl.int8)) + low * 2048 + linear)
+        codes = tl.permute(tl.reshape(codes ^ -128, [4, 8, 4, 4, 4]), [2, 4, 1, 0, 3])
+        p_scale = (blob + KHI * 256 + (128 - KHI) * 128).to(tl.pointer_type(tl.float32)) + low * 64
+        spot = tl.arange(0, 4)[None, :] * 16 + tl.arange(0, 16)[:, None]
+        scale = tl.load(p_scale + spot)
+        x = tl.reshape(codes, [16, 4, 32]).to(tl.float32) * scale[:, :, None]
+    if SCALED:
+        x = x * tl.load(value_scale + unit * 128 + cols)[None, :, :]
+    logical = tl.load(order + unit * 128 + rows).to(tl.int32) if ORDERED else rows
+    x = _as_stored(x, dense.dtype.element_ty)
+    if RAGGED:
+        at = tl.load(place + unit * 128 + logical).to(tl.int64)[:, None, None]
+        p = dense + target * slot_values + at * 128 + cols[None, :, :]
+        tl.store(p, x, (at >= 0) & (cols >= 0)[None, :, :])
+    else:
+        p = _dense_head(dense, dense_table, layer, target, slot_values, head, 16384)
+        at = (cols // TILE * S_TILE + cols % TILE * S_COL)[None, :, :]
+        tl.store(p + logical[:, None, None] * S_ROW + at, x)
+
+
+@triton.jit
+def _natural_rows(
+    p, place, order, unit, rows, in_rows, cols, in_cols,
+    K: tl.constexpr, V: tl.constexpr, TILE: tl.constexpr, S_TILE: tl.constexpr,
+    S_ROW: tl.constexpr, S_COL: tl.constexpr, ORDERED: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """Pointers and mask of a [column, row] tile of the dense side; `rows` are stored key rows."""
+    logical = rows
+    if ORDERED:
+        logical = tl.load(order + unit * K + rows, in_rows, 0).to(tl.int32)
+    live = in_cols[:, None] & in_rows[None, :]
+    if RAGGED:
+        at = tl.load(place + unit * K + logical, in_rows, -1).to(tl.int64)
+        return p + at[None, :] * V + cols[:, None], live & (at >= 0)[None, :]
+    spot = cols // TILE * S_TILE + cols % TILE * S_COL
+    return p + (logical * S_ROW)[None, :] + spot[:, None], live
+
+
+@triton.jit
+def pack_natural_kernel(
+    dense, dense_table, dense_slots, slot_values, pool, pool_table, pool_slots, slot_bytes,
+    order, value_scale, place, B,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KHI: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_BYTES: tl.constexpr, TILE: tl.constexpr, S_TILE: tl.constexpr, S_ROW: tl.constexpr,
+    S_COL: tl.constexpr, ORDERED: tl.constexpr, SCALED: tl.constexpr, RAGGED: tl.constexpr,
+    GP: tl.constexpr, HP: tl.constexpr, LP: tl.constexpr,
+):  # fmt: skip
+    """Grid: layers * B * H * groups; GP, HP, LP: group, FP16 rows, INT8 rows as powers of two."""
+    KLO: tl.constexpr = K - KHI
+    G: tl.constexpr = (V + GROUP - 1) // GROUP
+    group = tl.program_id(0) % G
+    head = tl.program_id(0) // G % H
+    b = tl.program_id(0) // (G * H) % B
+    layer = tl.program_id(0) // (G * H) // B
+    source = tl.load(dense_slots + b)
+    target = tl.load(pool_slots + b)
+    if (source < 0) | (target < 0):
+        return
+    unit = layer * H + head
+    cols = group * GROUP + tl.arange(0, GP)
+    in_cols = (tl.arange(0, GP) < GROUP) & (cols < V)
+    if RAGGED:
+        p = dense + source * slot_values
+    else:
+        p = _dense_head(dense, dense_table, layer, source, slot_values, head, K * V)
+    c = tl.load(value_scale + unit * V + cols, in_cols, 1.0)[:, None] if SCALED else 1.0
+    blob = pool + tl.load(pool_table + layer) * 16 + target * slot_bytes + head * HEAD_BYTES
+    if KHI > 0:
+        u = tl.arange(0, HP)
+        where, live = _natural_rows(
+            p, place, order, unit, u, u < KHI, cols, in_cols,
+            K, V, TILE, S_TILE, S_ROW, S_COL, ORDERED, RAGGED,
+        )  # fmt: skip
+        x = tl.load(where, live, 0.0).to(tl.float32)
+        if SCALED:
+            x = tl.div_rn(x, tl.broadcast_to(c, x.shape))
+        p_hi = (blob + KLO * G * 4).to(tl.pointer_type(tl.float16))
+        inside = in_cols[:, None] & (u < KHI)[None, :]
+        tl.store(p_hi + cols[:, None] * KHI + u[None, :], _half(x), inside)
+    if KLO > 0:
+        w = tl.arange(0, LP)
+        where, live = _natural_rows(
+            p, place, order, unit, KHI + w, w < KLO, cols, in_cols,
+            K, V, TILE, S_TILE, S_ROW, S_COL, ORDERED, RAGGED,
+        )  # fmt: skip
+        x = tl.load(where, live, 0.0).to(tl.float32)
+        if SCALED:
+            x = tl.div_rn(x, tl.broadcast_to(c, x.shape))
+        scale, divisor = _group_scale(x, 0)
+        tl.store(blob.to(tl.pointer_type(tl.float32)) + group * KLO + w, scale, w < KLO)
+        p_lo = (blob + KLO * G * 4 + KHI * V * 2).to(tl.pointer_type(tl.int8))
+        codes = nearest_code(x, tl.broadcast_to(divisor[None, :], x.shape))
+        inside = in_cols[:, None] & (w < KLO)[None, :]
+        tl.store(p_lo + cols[:, None] * KLO + w[None, :], codes, inside)
+    PAYLOAD: tl.constexpr = KHI * V * 2 + KLO * (V + 4 * G)
+    if PAYLOAD < HEAD_BYTES:  # alignment bytes are zero
+        z = tl.arange(0, 16)
+        tl.store(blob + PAYLOAD + z, tl.zeros([16], tl.uint8), PAYLOAD + z < HEAD_BYTES)
+
+
+@triton.jit
+def unpack_natural_kernel(
+    dense, dense_table, dense_slots, slot_values, pool, pool_table, pool_slots, slot_bytes,
+    order, value_scale, place, B,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KHI: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_BYTES: tl.constexpr, TILE: tl.constexpr, S_TILE: tl.constexpr, S_ROW: tl.constexpr,
+    S_COL: tl.constexpr, ORDERED: tl.constexpr, SCALED: tl.constexpr, RAGGED: tl.constexpr,
+    GP: tl.constexpr, HP: tl.constexpr, LP: tl.constexpr,
+):  # fmt: skip
+    """The inverse of `pack_natural_kernel`; same grid."""
+    KLO: tl.constexpr = K - KHI
+    G: tl.constexpr = (V + GROUP - 1) // GROUP
+    group = tl.program_id(0) % G
+    head = tl.program_id(0) // G % H
+    b = tl.program_id(0) // (G * H) % B
+    layer = tl.program_id(0) // (G * H) // B
+    target = tl.load(dense_slots + b)
+    source = tl.load(pool_slots + b)
+    if (source < 0) | (target < 0):
+        return
+    unit = layer * H + head
+    cols = group * GROUP + tl.arange(0, GP)
+    in_cols = (tl.arange(0, GP) < GROUP) & (cols < V)
+    if RAGGED:
+        p = dense + target * slot_values
+    else:
+        p = _dense_head(dense, dense_table, layer, target, slot_values, head, K * V)
+    c = tl.load(value_scale + unit * V + cols, in_cols, 1.0)[:, None] if SCALED else 1.0
+    blob = pool + tl.load(pool_table + layer) * 16 + source * slot_bytes + head * HEAD_BYTES
+    if KHI > 0:
+        u = tl.arange(0, HP)
+        inside = in_cols[:, None] & (u < KHI)[None, :]
+        p_hi = (blob + KLO * G * 4).to(tl.pointer_type(tl.float16))
+        x = tl.load(p_hi + cols[:, None] * KHI + u[None, :], inside, 0.0).to(tl.float32) * c
+        where, live = _natural_rows(
+            p, place, order, unit, u, u < KHI, cols, in_cols,
+            K, V, TILE, S_TILE, S_ROW, S_COL, ORDERED, RAGGED,
+        )  # fmt: skip
+        tl.store(where, _as_stored(x, dense.dtype.element_ty), live)
+    if KLO > 0:
+        w = tl.arange(0, LP)
+        inside = in_cols[:, None] & (w < KLO)[None, :]
+        p_lo = (blob + KLO * G * 4 + KHI * V * 2).to(tl.pointer_type(tl.int8))
+        codes = tl.load(p_lo + cols[:, None] * KLO + w[None, :], inside, 0)
+        p_scale = blob.to(tl.pointer_type(tl.float32)) + group * KLO
+        x = codes.to(tl.float32) * tl.load(p_scale + w, w < KLO, 0.0)[None, :] * c
+        where, live = _natural_rows(
+            p, place, order, unit, KHI + w, w < KLO, cols, in_cols,
+            K, V, TILE, S_TILE, S_ROW, S_COL, ORDERED, RAGGED,
+        )  # fmt: skip
+        tl.store(where, _as_stored(x, dense.dtype.element_ty), live)

@@ -1,0 +1,205 @@
+"""Pack, codecs and copies: twins against their definitions, kernels in the interpreter against the twins."""
+
+import os
+
+import pytest
+import torch
+
+from hybridstate.errors import NumericError, PlanMismatch
+from hybridstate.kernels.checkpoint import pack_units
+from hybridstate.kernels.codec import dequantise_rows, quantise_rows
+from hybridstate.kernels.layout import DenseLayout, PackedLayout
+from hybridstate.kernels.pack import Maps, pack_states
+from hybridstate.kernels.transfer import copy_slots, gather_rows, scatter_rows
+from hybridstate.kernels.transfer_tables import CheckpointForm, LayerSet, RowTable
+from tests.kernels.transfer_cases import (
+    FORMS,
+    LAYOUTS,
+    check_copy,
+    check_pack,
+    check_packed_checkpoint,
+    check_rows,
+    random_masks,
+    random_states,
+    slots_of,
+)
+
+interpreter = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="Triton's interpreter is off: a GPU is here"
+)
+
+
+@interpreter
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.layout_id)
+def test_pack_and_unpack_equal_the_layout_bit_for_bit(layout: PackedLayout) -> None:
+    pytest.importorskip("triton")
+    check_pack(layout, "cpu", layers=1 if layout.key_dim == 128 else 2)
+
+
+@interpreter
+@pytest.mark.parametrize("order", ["columns", "tiles"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_dense_sides_of_other_orders_and_dtypes(order: str, dtype: torch.dtype) -> None:
+    pytest.importorskip("triton")
+    layout = PackedLayout(24, 40, 16)
+    check_pack(layout, "cpu", mapped=False, dense=DenseLayout(24, 40, dtype, order))  # type: ignore[arg-type]
+
+
+@interpreter
+@pytest.mark.parametrize(("codec", "scale_dtype"), FORMS, ids=str)
+@pytest.mark.parametrize("per_channel", [False, True], ids=["heads", "channels"])
+@pytest.mark.parametrize("padded", [False, True], ids=["ragged", "padded"])
+def test_rows_equal_their_twins(
+    codec: str, scale_dtype: torch.dtype, per_channel: bool, padded: bool
+) -> None:
+    pytest.importorskip("triton")
+    if scale_dtype == torch.bfloat16:
+        pytest.skip("the interpreter truncates to bfloat16 where hardware rounds")
+    check_rows(codec, scale_dtype, "cpu", per_channel=per_channel, padded=padded)
+
+
+@interpreter
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_nothing_and_everything_kept(share: float) -> None:
+    pytest.importorskip("triton")
+    check_rows("int8", torch.float32, "cpu", per_channel=True, share=share)
+    check_rows("fp32", torch.float32, "cpu", per_channel=False, share=share)
+
+
+@interpreter
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[4]], ids=lambda x: x.layout_id)
+@pytest.mark.parametrize("per_channel", [False, True], ids=["heads", "channels"])
+def test_packed_slots_to_rows_and_back(layout: PackedLayout, per_channel: bool) -> None:
+    pytest.importorskip("triton")
+    check_packed_checkpoint(layout, "cpu", per_channel=per_channel)
+
+
+@interpreter
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((3, 2, 48), torch.uint8), ((3, 5, 4, 20), torch.float32)]
+)
+def test_slots_are_copied_whole(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    pytest.importorskip("triton")
+    check_copy("cpu", shape, dtype)
+
+
+@interpreter
+def test_a_nan_shows_after_packing_and_only_in_its_slot() -> None:
+    pytest.importorskip("triton")
+    layout = PackedLayout(24, 40, 16)
+    states = random_states(1, 3, 2, 24, 40)
+    clean = layout.pack(states[0], check=False)
+    states[0][1, 0, 20, 3] = float("nan")
+    states[0][1, 1, 2, 3] = float("nan")
+    pool = LayerSet.of([torch.zeros_like(clean)])
+    slots = torch.arange(3)
+    pack_states(LayerSet.of(states), slots, pool, slots, layout, backend="triton")
+    found = layout.unpack(pool.first)
+    assert found[1, 0, 20, :32].isnan().all()
+    assert found[1, 1, 2, 3].isnan()
+    assert int(found[1].isnan().sum()) == 33
+    assert torch.equal(pool.first[[0, 2]], clean[[0, 2]])
+    form = CheckpointForm("int8", 40)
+    table = RowTable.from_masks(torch.ones(1, 2, dtype=torch.uint8), 24)
+    loaded = [LayerSet.of([torch.zeros_like(states[0])]) for _ in range(2)]
+    for backend, into in zip(("reference", "triton"), loaded, strict=True):
+        buffer = form.buffer(3, table)
+        gather_rows(LayerSet.of(states), slots, buffer, slots, table, form, backend=backend)
+        scatter_rows(buffer, slots, into, slots, table, form, backend=backend)
+        assert int(into.first.isnan().sum()) == 80
+        assert into.first[1, 0, 20].isnan().all()
+
+
+def test_int8_rows_follow_equation_8() -> None:
+    x = torch.tensor([[127.0, 63.5, 62.5, -0.5, 1.5], [0.0, 0.0, 0.0, 0.0, 0.0]])
+    codes, scales = quantise_rows(x)
+    assert codes[0].tolist() == [127, 64, 62, 0, 2], "ties go to even"
+    assert codes[1].tolist() == [0] * 5
+    assert scales.tolist() == pytest.approx([1.0, 1e-8 / 127])
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(64, 128, generator=generator)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        codes, scales = quantise_rows(rows, dtype)
+        wide = scales.float()[:, None]
+        error = (dequantise_rows(codes, scales) - rows).abs()
+        inside = rows.abs() <= 127 * wide
+        assert (error <= wide * 0.5 * (1 + 1e-6))[inside].all(), "half a step of the stored scale"
+        assert (codes.abs() <= 127).all()
+    assert torch.equal(quantise_rows(rows * 1e-9, torch.float16)[0], torch.zeros_like(codes))
+
+
+@pytest.mark.parametrize("per_channel", [False, True], ids=["heads", "channels"])
+def test_fp32_rows_are_the_bytes_of_pack_units(per_channel: bool) -> None:
+    masks = random_masks(2, 3, 8, per_channel, 0.5)
+    states = random_states(2, 2, 3, 8, 12)
+    table, form = RowTable.from_masks(masks, 8), CheckpointForm("fp32", 12)
+    buffer = form.buffer(1, table)
+    gather_rows(
+        LayerSet.of(states), slots_of([1], "cpu"), buffer, slots_of([0], "cpu"), table, form
+    )
+    conv = [torch.zeros(0, 3).bfloat16()] * 2
+    expected = pack_units([x[1] for x in states], conv, list(masks.bool()))
+    assert torch.equal(buffer[0, : len(expected)], expected)
+    assert form.temporal_bytes(table) == len(expected)
+
+
+def test_padded_and_ragged_forms_hold_the_same_values() -> None:
+    masks = random_masks(2, 4, 8, True, 0.4)
+    pools, loaded = LayerSet.of(random_states(2, 2, 4, 8, 12)), []
+    slots = torch.arange(2)
+    sizes = []
+    for padded in (False, True):
+        for codec in ("fp32", "int8"):
+            table = RowTable.from_masks(masks, 8, padded=padded)
+            form = CheckpointForm(codec, 12)  # type: ignore[arg-type]
+            buffer = form.buffer(2, table)
+            gather_rows(pools, slots, buffer, slots, table, form)
+            into = LayerSet.of([torch.zeros_like(x) for x in pools.tensors])
+            scatter_rows(buffer, slots, into, slots, table, form, omitted="zero")
+            loaded.append(into.tensors)
+            sizes.append(form.temporal_bytes(table))
+    for ragged, padded_ in ((0, 2), (1, 3)):
+        assert all(map(torch.equal, loaded[ragged], loaded[padded_]))
+        assert sizes[ragged] < sizes[padded_]
+    assert sizes[1] == int(masks.sum()) * (12 + 4)
+    assert CheckpointForm("int8", 128).row_bytes == 132
+
+
+def test_tables_with_given_counts_equal_counted_ones() -> None:
+    masks = random_masks(2, 4, 8, True, 0.4)
+    counted = RowTable.from_masks(masks, 8, padded=True)
+    given = RowTable.from_masks(
+        masks, 8, padded=True, count=int(masks.sum()), fullest=int(masks.sum(-1).max())
+    )
+    for name in ("rows", "to", "place", "every", "omitted"):
+        assert torch.equal(getattr(counted, name), getattr(given, name)), name
+    assert sorted([*counted.rows.tolist(), *counted.omitted.tolist()]) == list(range(64))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    layout = PackedLayout(24, 40, 16)
+    dense = LayerSet.of([torch.zeros(2, 2, 24, 40)])
+    pool = LayerSet.of([torch.zeros(2, 2, layout.head_bytes, dtype=torch.uint8)])
+    slots = torch.arange(2)
+    with pytest.raises(NumericError, match="expected int64"):
+        pack_states(dense, slots.int(), pool, slots, layout)
+    with pytest.raises(NumericError, match="packed pool is"):
+        pack_states(dense, slots, dense, slots, layout)
+    with pytest.raises(NumericError, match="order is"):
+        pack_states(dense, slots, pool, slots, layout, maps=Maps(order=torch.zeros(1, 2, 24)))
+    with pytest.raises(NumericError, match="dense side is"):
+        pack_states(LayerSet.of([torch.zeros(2, 2, 24, 32)]), slots, pool, slots, layout)
+    with pytest.raises(NumericError, match="does not join"):
+        LayerSet.of([torch.zeros(2, 4), torch.zeros(2, 8)])
+    with pytest.raises(NumericError, match="equal layers"):
+        copy_slots(dense, slots, pool, slots)
+    table, form = RowTable.from_masks(torch.ones(1, 2), 24), CheckpointForm("fp32", 40)
+    with pytest.raises(PlanMismatch, match="expected uint8 with at least"):
+        gather_rows(dense, slots, form.buffer(2, table)[:, 16:], slots, table, form)
+    other = RowTable.from_masks(torch.ones(2, 2), 24)
+    with pytest.raises(PlanMismatch, match="the masks are for"):
+        gather_rows(dense, slots, form.buffer(2, other), slots, other, form)
+    with pytest.raises(PlanMismatch, match="neither"):
+        RowTable.from_masks(torch.ones(1, 2, 23), 24)
+    with pytest.raises(NumericError, match="no checkpoint codec"):
+        CheckpointForm("int4", 128)  # type: ignore[arg-type]
