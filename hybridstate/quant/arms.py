@@ -87,7 +87,7 @@ class Arm:
         self,
         state: torch.Tensor,
         ordinal: int,
-        update: int = 0,
+        update: int | torch.Tensor = 0,
         sequences: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """What storage returns for one layer's state `[B, H, K, V]`.

@@ -12,18 +12,23 @@ _MASK: Final = 0xFFFFFFFF
 
 
 def uniform(
-    shape: torch.Size, sequences: torch.Tensor, key: tuple[int, ...], device: torch.device
+    shape: torch.Size,
+    sequences: torch.Tensor,
+    key: tuple[int | torch.Tensor, ...],
+    device: torch.device,
 ) -> torch.Tensor:
     """Numbers in [0, 1) of `shape [B, ...]`, float32.
 
     Args:
         sequences: `[B]` number of each row's sequence.
-        key: what else tells this draw from others, e.g. seed, layer ordinal, update.
+        key: what else tells this draw from others, e.g. seed, layer ordinal, update; a number may be a
+            0-dimensional int64 tensor on the device, as in a captured step.
     """
     count = int(torch.Size(shape[1:]).numel())
-    salt = 0x9E3779B9
+    salt: int | torch.Tensor = 0x9E3779B9
     for part in key:
-        salt = _mix_int(salt ^ (part & _MASK))
+        mixed = salt ^ (part & _MASK)
+        salt = _mix_int(mixed) if isinstance(mixed, int) else _mix(mixed)
     rows = _mix((sequences.to(device, torch.int64) + 1) * 0x85EBCA6B + salt)
     places = torch.arange(count, dtype=torch.int64, device=device) * 0x9E3779B1
     hashed = _mix(_mix(places[None, :] + rows[:, None]) ^ rows[:, None])

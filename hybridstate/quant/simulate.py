@@ -8,7 +8,8 @@ at the first chunk's end. Since whole layers run on the requantised state, error
 layers, which a one-shot error measurement cannot see.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,8 +18,10 @@ import torch
 from numpy.typing import NDArray
 
 from hybridstate.quant.arms import Arm
+from hybridstate.trajectories.graphs import Replay, fixed_cache, fixed_decode, in_place_decode
 from hybridstate.trajectories.model import (
     LoadedModel,
+    RecurrenceFn,
     decode,
     prefill,
     recurrent_states,
@@ -28,10 +31,11 @@ from hybridstate.trajectories.model import (
 )
 from hybridstate.trajectories.prompts import Prompt
 from hybridstate.trajectories.record import check_states
+from hybridstate.trajectories.stages import stage
 
 Progress = Callable[[str, int, int], None]
 
-STATE_BYTES: Final = 8 << 30
+STATE_BYTES: Final = 16 << 30
 """FP32 states of one validation pass on a GPU; temporaries take a few times one layer's share."""
 CHANNEL_SAMPLES: Final = 16
 """Updates of a sequence at which the accumulated error of each key channel is taken."""
@@ -80,23 +84,45 @@ class Storage:
         self.sequences = sequences
         self._residuals: dict[tuple[int, int], torch.Tensor] = {}
 
-    def write(self, state: torch.Tensor, ordinal: int, update: int) -> None:
+    def due(self, update: int) -> tuple[int, ...]:
+        """Arms that write at `update`, which counts from 1; below 1 it is a prefill chunk, where all do."""
+        return tuple(
+            place
+            for place, arm in enumerate(self.arms)
+            if not arm.exact and (update < 1 or update % arm.every == 0)
+        )
+
+    def write(
+        self,
+        state: torch.Tensor,
+        ordinal: int,
+        update: int | torch.Tensor,
+        due: tuple[int, ...] | None = None,
+    ) -> None:
         """Pass `[A * S, H, K, V]` through storage, in place, so that it holds what a read returns.
 
-        `update` counts from 1; a number below 1 is a prefill chunk, after which every arm writes. An arm
-        that defers its writes keeps the exact state meanwhile: that is what replaying the inputs since
+        An arm that defers its writes keeps the exact state meanwhile: that is what replaying the inputs since
         the last write on what that write stored gives.
+
+        Args:
+            update: counts from 1, below 1 in prefill; a 0-dimensional tensor inside a captured step.
+            due: the arms that write; `due(update)` by default, which a tensor cannot be asked.
         """
+        if due is None:
+            due = self.due(int(update))
         blocks = state.chunk(len(self.arms))
-        for place, (arm, block) in enumerate(zip(self.arms, blocks, strict=True)):
-            if arm.exact or (update > 0 and update % arm.every):
-                continue
+        for place in due:
+            arm, block = self.arms[place], blocks[place]
             carried = self._residuals.get((place, ordinal))
             if carried is not None:
                 block.add_(carried)
             stored = arm.reconstruct(block, ordinal, update, self.sequences)
             if arm.feedback is not None:
-                self._residuals[place, ordinal] = arm.residual(block, stored)
+                residual = arm.residual(block, stored)
+                if carried is None:
+                    self._residuals[place, ordinal] = residual
+                else:  # at its old address, where a captured step finds it
+                    carried.copy_(residual)
             block.copy_(stored)
 
 
@@ -104,7 +130,7 @@ def requantised_decode(
     arms: tuple[Arm, ...],
     before: Callable[[torch.Tensor, int], None] | None = None,
     storage: Storage | None = None,
-) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+) -> RecurrenceFn:
     """A decode function for `swap`: one reference update, then each row block through its storage.
 
     The output reads the updated state before it is stored, as the fused kernel does. `before` sees each
@@ -141,6 +167,7 @@ def simulate(
     *,
     chunk: int,
     batch: int,
+    fixed: bool | None = None,
     progress: Progress | None = None,
 ) -> Simulation:
     """Teacher-force `generated [S, N + 1]` after the prompts under every arm.
@@ -149,6 +176,7 @@ def simulate(
         arms: the first must store FP32; it is what the others are compared with.
         chunk: prefill tokens between two writes of the state.
         batch: rows per pass on a CPU; sequences are grouped so that all arms of one run together.
+        fixed: keep everything at fixed addresses, which a graph needs; by default on a GPU.
         progress: called with `validate`, updates done, updates in all.
 
     Raises:
@@ -160,7 +188,7 @@ def simulate(
     starts = range(0, len(prompts), group)
     arms = tuple(arm.to(loaded.device) for arm in arms)
     generated = generated.to(loaded.device, torch.int64)
-    parts: list[_Pass] = []
+    parts: list[_Outcome] = []
     for done, start in enumerate(starts):
 
         def advance(update: int, before: int = done * updates) -> None:
@@ -168,7 +196,8 @@ def simulate(
                 progress("validate", before + update, len(starts) * updates)
 
         rows = slice(start, start + group)
-        parts.append(_pass(loaded, prompts[rows], generated[rows], arms, chunk, start, advance))
+        one = _Pass(loaded, prompts[rows], generated[rows], arms, chunk, start, fixed)
+        parts.append(one.run(advance))
     shares = [part.kl.shape[1] / len(prompts) for part in parts]
     return Simulation(
         arms=arms,
@@ -201,7 +230,7 @@ def sequences_together(loaded: LoadedModel, arms: int, batch: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pass:
+class _Outcome:
     """`Simulation` of one group of sequences."""
 
     kl: NDArray[np.float64]
@@ -214,68 +243,146 @@ class _Pass:
     channel_error: tuple[NDArray[np.float64], ...]
 
 
-def _pass(
-    loaded: LoadedModel,
-    prompts: tuple[Prompt, ...],
-    generated: torch.Tensor,
-    arms: tuple[Arm, ...],
-    chunk: int,
-    first: int,
-    advance: Callable[[int], None],
-) -> _Pass:
-    sequences, updates = len(prompts), generated.shape[1] - 1
-    tokens = torch.from_numpy(np.stack([p.tokens for p in prompts]))
-    everyone = list(range(sequences)) * len(arms)
+class _Pass:
+    """Teacher forcing of one group of S sequences under A arms.
 
-    saturated = [0] * len(arms)
-    steps = comparison_steps(updates)
-    sampled = channel_samples(updates)
-    channels: list[torch.Tensor] = []
-    storage = Storage(arms, torch.arange(first, first + sequences, device=loaded.device))
-    update = 0
+    A step reads its token, update number and place from tensors and writes its divergences into them, so that
+    on a GPU it is one graph per set of arms that write. The few updates that also count saturated values, on
+    the host, run eagerly.
+    """
 
-    def count(state: torch.Tensor, ordinal: int) -> None:
-        """Before the store: afterwards nothing lies beyond FP16 any more."""
-        if update == 0 or update in steps:
-            for place, (arm, block) in enumerate(zip(arms, state.chunk(len(arms)), strict=True)):
-                saturated[place] += arm.saturated(block, ordinal)
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        prompts: tuple[Prompt, ...],
+        generated: torch.Tensor,
+        arms: tuple[Arm, ...],
+        chunk: int,
+        first: int,
+        fixed: bool | None,
+    ) -> None:
+        device = loaded.device
+        self.loaded, self.prompts, self.arms, self.chunk = loaded, prompts, arms, chunk
+        self.fixed = device.type == "cuda" if fixed is None else fixed
+        self.generated = generated
+        self.updates = generated.shape[1] - 1
+        self.everyone = list(range(len(prompts))) * len(arms)
+        self.steps = comparison_steps(self.updates)
+        self.saturated = [0] * len(arms)
+        self.storage = Storage(arms, torch.arange(first, first + len(prompts), device=device))
+        self._counting = False
+        self._due: tuple[int, ...] = ()
+        self._update = torch.zeros(1, dtype=torch.int64, device=device)
+        self._rows = torch.tensor(self.everyone, device=device)
+        self._decode = in_place_decode(loaded) if self.fixed else reference_decode
+        shape = (len(arms), len(prompts), self.updates)
+        self.kl, self.nll = (
+            torch.empty(shape, dtype=torch.float64, device=device) for _ in range(2)
+        )
+        self.same_top, self.hit = (
+            torch.empty(shape, dtype=torch.bool, device=device) for _ in range(2)
+        )
+        self.cache: Any = None
 
-    def store(cache: Any, done: int) -> None:
-        for ordinal, state in enumerate(recurrent_states(cache)):
-            count(state, ordinal)
-            storage.write(state, ordinal, -done)
-
-    # Up to the end of the first chunk all arms are one.
-    _, cache = prefill(loaded, tokens[:, :chunk])
-    select_sequences(cache, everyone)
-    store(cache, chunk)
-    if tokens.shape[1] > chunk:
-        rest = tokens[everyone, chunk:]
-        _, cache = prefill(loaded, rest, chunk=chunk, cache=cache, after_chunk=store)
-
-    shape = (len(arms), sequences, updates)
-    kl, nll = np.empty(shape), np.empty(shape)
-    same_top, hit = np.empty(shape, dtype=bool), np.empty(shape, dtype=bool)
-    errors: list[NDArray[np.float64]] = []
-    with swap(loaded, decode=requantised_decode(arms, count, storage)):
-        for update in range(1, updates + 1):
-            logits = decode(loaded, generated[everyone, update - 1], cache)
-            at = update - 1
-            kl[:, :, at], same_top[:, :, at], nll[:, :, at], hit[:, :, at] = compare(
-                logits, generated[:, update], len(arms)
+    def run(self, advance: Callable[[int], None]) -> _Outcome:
+        """Prefill, then every update; `advance` is told the updates done."""
+        with stage("validate-prefill"):
+            self._prefill()
+        replay = Replay(self._step, self.loaded.device)
+        sampled = channel_samples(self.updates)
+        errors: list[NDArray[np.float64]] = []
+        channels: list[torch.Tensor] = []
+        with stage("validate"), self._running():
+            for update in range(1, self.updates + 1):
+                self._counting = update in self.steps
+                due = self.storage.due(update)
+                if self._counting:
+                    replay.eager(due)
+                    errors.append(state_errors(recurrent_states(self.cache), len(self.arms)))
+                else:
+                    replay(due)
+                if update in sampled:
+                    found = channel_errors(recurrent_states(self.cache), len(self.arms))
+                    pairs = zip(channels, found, strict=True)
+                    channels = [a + b for a, b in pairs] if channels else found
+                advance(update)
+            names = ", ".join(arm.name for arm in self.arms)
+            check_states(
+                self.loaded,
+                recurrent_states(self.cache),
+                self.prompts * len(self.arms),
+                f"after validating {names}",
             )
-            if update in steps:
-                errors.append(state_errors(recurrent_states(cache), len(arms)))
-            if update in sampled:
-                found = channel_errors(recurrent_states(cache), len(arms))
-                channels = (
-                    [a + b for a, b in zip(channels, found, strict=True)] if channels else found
-                )
-            advance(update)
-    names = ", ".join(arm.name for arm in arms)
-    check_states(loaded, recurrent_states(cache), prompts * len(arms), f"after validating {names}")
-    per_channel = tuple((total / len(sampled)).cpu().numpy() for total in channels)
-    return _Pass(kl, same_top, nll, hit, steps, np.stack(errors), tuple(saturated), per_channel)
+        return _Outcome(
+            kl=self.kl.cpu().numpy(),
+            same_top=self.same_top.cpu().numpy(),
+            nll=self.nll.cpu().numpy(),
+            hit=self.hit.cpu().numpy(),
+            steps=self.steps,
+            state_error=np.stack(errors),
+            saturated=tuple(self.saturated),
+            channel_error=tuple((total / len(sampled)).cpu().numpy() for total in channels),
+        )
+
+    def _prefill(self) -> None:
+        """All prompts under all arms; up to the end of the first chunk all arms are one."""
+        tokens = torch.from_numpy(np.stack([p.tokens for p in self.prompts]))
+        self._counting = True
+        _, cache = prefill(self.loaded, tokens[:, : self.chunk])
+        select_sequences(cache, self.everyone)
+        self._store(cache, self.chunk)
+        if tokens.shape[1] > self.chunk:
+            rest = tokens[self.everyone, self.chunk :]
+            _, cache = prefill(
+                self.loaded, rest, chunk=self.chunk, cache=cache, after_chunk=self._store
+            )
+        self.cache = fixed_cache(self.loaded, cache, self.updates) if self.fixed else cache
+
+    def _store(self, cache: Any, done: int) -> None:
+        for ordinal, state in enumerate(recurrent_states(cache)):
+            self._count(state, ordinal)
+            self.storage.write(state, ordinal, -done)
+
+    def _count(self, state: torch.Tensor, ordinal: int) -> None:
+        """Before the store: afterwards nothing lies beyond FP16 any more."""
+        if self._counting:
+            blocks = state.chunk(len(self.arms))
+            for place, (arm, block) in enumerate(zip(self.arms, blocks, strict=True)):
+                self.saturated[place] += arm.saturated(block, ordinal)
+
+    def _running(self) -> AbstractContextManager[None]:
+        """The context of the steps."""
+        if self.fixed:
+            return fixed_decode(self.loaded, self._requantised)
+        return swap(self.loaded, decode=self._requantised)
+
+    def _requantised(
+        self,
+        ordinal: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        initial_state: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        o, state = self._decode(ordinal, q, k, v, g, beta, initial_state)
+        self._count(state, ordinal)
+        self.storage.write(state, ordinal, self._update[0], self._due)
+        return o, state
+
+    def _step(self, due: Hashable) -> None:
+        """One update under all arms, and the comparison of what they predict."""
+        assert isinstance(due, tuple)
+        self._due = due
+        present = self.generated.index_select(1, self._update)[:, 0]
+        at = self._update.clone()
+        self._update.add_(1)
+        logits = decode(self.loaded, present.index_select(0, self._rows), self.cache)
+        following = self.generated.index_select(1, self._update)[:, 0]
+        found = compare(logits, following, len(self.arms))
+        for kept, values in zip((self.kl, self.same_top, self.nll, self.hit), found, strict=True):
+            kept.index_copy_(2, at, values[..., None])
 
 
 def comparison_steps(updates: int) -> tuple[int, ...]:
@@ -292,7 +399,7 @@ def channel_samples(updates: int) -> tuple[int, ...]:
 
 def compare(
     logits: torch.Tensor, following: torch.Tensor, arms: int
-) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.float64], NDArray[np.bool_]]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """KL from FP32, equal top token, NLL and hit of `following [S]`, each `[A, S]`, from `[A * S, vocab]`.
 
     In float64: the divergences of good formats are smaller than float32 rounding of a sum of log terms.
@@ -301,9 +408,8 @@ def compare(
     reference = log_p[0]
     kl = (reference.exp() * (reference - log_p)).sum(-1).clamp_min(0.0)
     top = log_p.argmax(-1)
-    same_top, hit = top == top[0], top == following
     nll = -log_p.gather(2, following.expand(arms, -1)[..., None])[..., 0]
-    return kl.cpu().numpy(), same_top.cpu().numpy(), nll.cpu().numpy(), hit.cpu().numpy()
+    return kl, top == top[0], nll, top == following
 
 
 def state_errors(states: list[torch.Tensor], arms: int) -> NDArray[np.float64]:

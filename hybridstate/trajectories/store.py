@@ -7,7 +7,6 @@ arrays of `Recording`: `generated`, and per linear layer `anchors.{ordinal}`, `w
 
 import importlib
 import json
-import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,12 +14,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from hybridstate.errors import SourceError, UsageError
 from hybridstate.provenance import canonical_json, sha256_bytes, write_file
+from hybridstate.trajectories.batches import BatchWriter
 from hybridstate.trajectories.protocol import ALGORITHM_VERSION
-from hybridstate.trajectories.record import Recording
+from hybridstate.trajectories.record import Arrays, Recording
 
 RUN_FILE = "run.json"
 NAMED = 4
@@ -129,27 +128,31 @@ class TrajectoryStore:
         """Whether that batch was recorded to the end."""
         return self._path(batch).is_file()
 
+    def writer(self, batch: int, arrays: Arrays) -> BatchWriter:
+        """The file of one batch, to be filled while it is recorded (`batch_arrays` says with what).
+
+        Raises:
+            UsageError: the folder cannot be written, or has too little space.
+        """
+        return BatchWriter(self._path(batch), arrays)
+
     def write(self, batch: int, recording: Recording) -> None:
-        """Write one batch through a temporary sibling.
+        """Write one batch that is in memory, through a temporary sibling.
 
         Raises:
             UsageError: the folder cannot be written, e.g. for lack of space.
         """
-        tensors = {"generated": recording.generated.to(torch.int32).contiguous()}
-        for ordinal in range(self.layers):
-            tensors[f"anchors.{ordinal}"] = recording.anchors[ordinal].contiguous()
-            tensors[f"weights.{ordinal}"] = recording.weights[ordinal].contiguous()
-            mean = recording.mean_log_decay[ordinal]
-            tensors[f"mean_log_decay.{ordinal}"] = mean.contiguous()
-        path = self._path(batch)
-        partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
-        try:
-            save_file(tensors, partial)
-            partial.replace(path)
-        except (OSError, SafetensorError) as error:
-            raise UsageError(f"cannot write {path}: {error}", file=str(path)) from error
-        finally:
-            partial.unlink(missing_ok=True)
+        whole = recording.arrays() | {
+            f"anchors.{ordinal}": recording.anchors[ordinal] for ordinal in range(self.layers)
+        }
+        arrays = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in whole.items()}
+        with self.writer(batch, arrays) as writer:
+            writer.finish(whole)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all recorded batches."""
+        return sum(file.stat().st_size for file in self.folder.glob("batch-*.safetensors"))
 
     def read(self, batch: int, name: str) -> torch.Tensor:
         """One array of one batch.
