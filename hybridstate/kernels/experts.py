@@ -170,9 +170,7 @@ def experts_step(
     out = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
     size = triton.next_power_of_2(max(pairs, 16))
     bins = triton.next_power_of_2(experts + 1)
-    sort_kernel[(1,)](
-        chosen.contiguous(), order, offsets, pairs, experts, bins, size, num_warps=8
-    )
+    sort_kernel[(1,)](chosen.contiguous(), order, offsets, pairs, experts, bins, size, num_warps=8)
     rows, depth, out_rows, out_depth = tiles
     gate_up_kernel[(triton.cdiv(inner, rows), experts)](
         x, gate_up, order, offsets, y, x.stride(0), top, width, inner, rows, depth, TOKENS,
