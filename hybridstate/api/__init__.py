@@ -4,6 +4,7 @@ from hybridstate.api.analysis import analyze as analyze
 from hybridstate.api.analysis import inspect as inspect
 from hybridstate.api.analysis import validate_horizons as validate_horizons
 from hybridstate.api.calibration import calibrate as calibrate
+from hybridstate.api.calibration import calibrate_part as calibrate_part
 from hybridstate.api.exchange import bench_exchange as bench_exchange
 from hybridstate.api.export import export_plan as export_plan
 from hybridstate.api.export import verify as verify

@@ -12,7 +12,10 @@ from safetensors.numpy import save
 from hybridstate.defaults import GROUP
 from hybridstate.horizons.observed import rank_correlation
 from hybridstate.provenance import environment, fresh_folder, sha256_bytes
-from hybridstate.quality.divergence import Divergence, divergences
+from hybridstate.quality.decoded import TaskScores
+from hybridstate.quality.divergence import Divergence, measure
+from hybridstate.quality.draw import Draw
+from hybridstate.quality.pictures import pictures
 from hybridstate.quant.calibration import Scores, fingerprint, temperature_of
 from hybridstate.quant.scaling import CANDIDATES
 from hybridstate.quant.simulate import Simulation
@@ -34,37 +37,18 @@ class Calibration:
 
     Attributes:
         document: everything of `calibration.json` but `arrays`; the same run gives the same bytes.
-        divergences: the validation, FP32 first.
-        scores: risk and selection per layer.
+        divergences: the validation over all seeds, FP32 first.
+        arrays: of the first seed, `layers.{i}.risk` f32 `[H, K]` and `layers.{i}.protected` i16
+            `[H, k_hi]`, i the block; where `damp+reorder` was run also its `layers.{i}.value_scale` f32
+            `[H, V]`, `value_order` i16 `[H, V]` (names as in a plan) and `protected_reorder` i16
+            `[H, k_hi]`, its own channels.
         warnings: for the user, one line each.
     """
 
     document: dict[str, Any]
     divergences: tuple[Divergence, ...]
-    scores: Scores
-    layers: tuple[int, ...]
-    """Block index of each linear layer."""
+    arrays: dict[str, np.ndarray[Any, Any]]
     warnings: tuple[str, ...]
-
-    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
-        """`layers.{i}.risk` f32 `[H, K]` and `layers.{i}.protected` i16 `[H, k_hi]`, i the block.
-
-        Where `damp+reorder` was run also its `layers.{i}.value_scale` f32 `[H, V]`, `value_order` i16
-        `[H, V]` (names as in a plan) and `protected_reorder` i16 `[H, k_hi]`, its own channels.
-        """
-        arrays: dict[str, np.ndarray[Any, Any]] = {}
-        for index, risk, protected in zip(
-            self.layers, self.scores.risk, self.scores.protected, strict=True
-        ):
-            arrays[f"layers.{index}.risk"] = risk.astype(np.float32)
-            arrays[f"layers.{index}.protected"] = protected
-        for index, kept in zip(self.layers, self.scores.stored.get(REORDERED, ()), strict=False):
-            assert kept.values is not None
-            assert kept.protected is not None
-            arrays[f"layers.{index}.value_scale"] = kept.values.scale.numpy()
-            arrays[f"layers.{index}.value_order"] = kept.values.order.numpy().astype(np.int16)
-            arrays[f"layers.{index}.protected_reorder"] = kept.protected
-        return arrays
 
     def to_json(self) -> dict[str, Any]:
         """The document, with shape, dtype and digest of each array."""
@@ -74,7 +58,7 @@ class Calibration:
                 "shape": list(array.shape),
                 "sha256": sha256_bytes(np.ascontiguousarray(array).tobytes()),
             }
-            for name, array in sorted(self.arrays().items())
+            for name, array in sorted(self.arrays.items())
         }
         return self.document | {"arrays": arrays}
 
@@ -87,7 +71,7 @@ class Calibration:
         with fresh_folder(folder, force=force) as partial:
             text = json.dumps(self.to_json(), indent=2, sort_keys=True, allow_nan=False)
             (partial / "calibration.json").write_text(text + "\n", encoding="utf-8")
-            (partial / "calibration.safetensors").write_bytes(save(self.arrays()))
+            (partial / "calibration.safetensors").write_bytes(save(self.arrays))
 
 
 def assemble(
@@ -101,10 +85,11 @@ def assemble(
     *,
     seed: int,
     source: str,
-) -> Calibration:
-    """Put the stages' results together; `source` says where the prompts came from."""
+    tasks: TaskScores | None = None,
+) -> Draw:
+    """Put one seed's stages together; `source` says where the prompts came from."""
     layer = loaded.spec.layers[0]
-    rows = divergences(simulation, layer, per_channel=loaded.spec.unit == "channel")
+    measured = measure(simulation, layer, per_channel=loaded.spec.unit == "channel")
     agreement = scores.agreement["damp"]
     repeated = repeated_share(generated)
     versions = environment(device=loaded.device.type, threads=torch.get_num_threads())
@@ -148,20 +133,36 @@ def assemble(
         "risk_prediction": _risk_prediction(scores, simulation),
         "value_maps": _value_maps(scores),
         "skipped": scores.skipped,
-        "validation": [row.to_json() for row in rows],
-        "validation_sequences": simulation.kl.shape[1],
-        "validation_positions": simulation.kl.shape[2],
-        "validation_steps": list(simulation.steps),
+        "pictures": pictures(loaded.spec.layers, scores),
+        "validation_positions": measured.updates,
+        "validation_steps": [last for _, last in measured.bins],
+        "step_bins": [list(ends) for ends in measured.bins],
+        "prefill_chunk": measured.chunk,
         # The commit of a checkout says nothing about numbers that the versions do not.
         "versions": {k: v for k, v in versions.items() if k not in ("commit", "modified")},
     }
-    return Calibration(
+    return Draw(
         document=document,
-        divergences=rows,
-        scores=scores,
-        layers=tuple(layer.index for layer in loaded.spec.layers),
+        arrays=_arrays(scores, tuple(layer.index for layer in loaded.spec.layers)),
+        measured=measured,
+        tasks=tasks,
         warnings=_warnings(repeated, simulation, k_hi, layer.key_dim),
     )
+
+
+def _arrays(scores: Scores, layers: tuple[int, ...]) -> dict[str, np.ndarray[Any, Any]]:
+    """See `Calibration.arrays`; `layers` is the block index of each linear layer."""
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    for index, risk, protected in zip(layers, scores.risk, scores.protected, strict=True):
+        arrays[f"layers.{index}.risk"] = risk.astype(np.float32)
+        arrays[f"layers.{index}.protected"] = protected
+    for index, kept in zip(layers, scores.stored.get(REORDERED, ()), strict=False):
+        assert kept.values is not None
+        assert kept.protected is not None
+        arrays[f"layers.{index}.value_scale"] = kept.values.scale.numpy()
+        arrays[f"layers.{index}.value_order"] = kept.values.order.numpy().astype(np.int16)
+        arrays[f"layers.{index}.protected_reorder"] = kept.protected
+    return arrays
 
 
 def _key_order_gap(scores: Scores) -> dict[str, float]:

@@ -273,6 +273,39 @@ def _hold_back(
     return out
 
 
+def examination(
+    task: str, *, tokens: int, rng: np.random.Generator, filler_tokens: int = 64
+) -> tuple[bytes, tuple[tuple[int, int], ...]]:
+    """Return a text of ``tokens`` bytes: facts as in `make`, a filler, then a question about every address.
+
+    Also returned is where every answer lies, ``(start, stop)``, in the order asked. Raises `ValueError` when
+    ``tokens`` leaves no room for a context of 64 bytes.
+    """
+    world = _world(task, rng)
+    length = _fact_bytes(task)
+    asked = [world.addresses[i] for i in rng.permutation(len(world.addresses))]
+    answer = 1 if task == "counts" else length - len(asked[0]) - 1
+    questions = len(asked) * (len(asked[0]) + answer + 2)
+    room = tokens - filler_tokens - questions
+    if room < 64:
+        raise ValueError(
+            f"{task}: {tokens} tokens leave {room} bytes of context, at least 64 are needed"
+        )
+    order, _, _ = _plan(task, world, room, 0)
+    order = order[: room // length]
+    gaps = _gaps(rng, room - len(order) * length, len(order) + 1)
+    text = bytearray()
+    for address, gap in zip(order, gaps, strict=False):
+        text += prose(rng, gap) + world.write(address)
+    text += prose(rng, gaps[-1]) + prose(rng, filler_tokens)
+    spans: list[tuple[int, int]] = []
+    for address in asked:
+        if address in world.values:
+            _ask(world, address, text, spans)
+    text += prose(rng, tokens - len(text))
+    return bytes(text), tuple(spans)
+
+
 def document(
     task: str, *, tokens: int, rng: np.random.Generator, fill: Fill | None = None
 ) -> tuple[bytes, NDArray[np.uint8]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,9 @@ from hybridstate.errors import SourceError
 from hybridstate.trajectories.protocol import DOMAINS, SPLITS, Protocol
 
 Encode = Callable[[str], list[int]]
+
+HELDOUT: Final = "Bleak House, held out"
+"""What `heldout_text` is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,8 @@ def make_prompts(
     Raises:
         SourceError: a domain has too little text.
     """
-    wanted = len(SPLITS) * protocol.prompts_per_split
+    wanted = protocol.prompts_per_domain
+    shared = len(SPLITS) * protocol.prompts_per_split
     prompts: list[Prompt] = []
     for place, (domain, items) in enumerate(sorted(texts.items())):
         order = np.random.Generator(np.random.PCG64([seed, place])).permutation(len(items))
@@ -142,8 +146,10 @@ def make_prompts(
             prompts.append(
                 Prompt(
                     domain=domain,
-                    split=SPLITS[made % len(SPLITS)],
-                    number=made // len(SPLITS),
+                    split=SPLITS[made % len(SPLITS)] if made < shared else SPLITS[-1],
+                    number=made // len(SPLITS)
+                    if made < shared
+                    else protocol.prompts_per_split + made - shared,
                     tokens=np.asarray(ids[-protocol.input_tokens :], dtype=np.int64),
                     sources=tuple(sources),
                 )
@@ -167,3 +173,19 @@ def prefixes(encode: Encode, text: str, *, count: int, tokens: int) -> NDArray[n
         )
     starts = [place * (ids.size // count) for place in range(count)]
     return np.stack([ids[start : start + tokens] for start in starts])
+
+
+def domain_stretches(
+    encode: Encode, *, count: int, tokens: int
+) -> dict[str, tuple[NDArray[np.int64], ...]]:
+    """`count` stretches of `tokens` tokens of each shipped domain, its texts in order with blank lines between.
+
+    Raises:
+        SourceError: a domain is too short for stretches that do not overlap.
+    """
+    return {
+        domain: tuple(
+            prefixes(encode, "\n\n".join(t.text for t in texts), count=count, tokens=tokens)
+        )
+        for domain, texts in shipped_texts().items()
+    }

@@ -20,6 +20,7 @@ class Protocol:
     Attributes:
         profile: `paper`, `quick` or `custom`.
         prompts_per_split: prompts of each domain in each of the three splits.
+        validation_prompts: prompts of each domain in the validation split; None is `prompts_per_split`.
         input_tokens: length of every prompt.
         new_tokens: tokens generated after it, one decoding update each.
         windows: update positions at which a recording window starts.
@@ -32,6 +33,7 @@ class Protocol:
 
     profile: str = "paper"
     prompts_per_split: int = 4
+    validation_prompts: int | None = None
     input_tokens: int = 1024
     new_tokens: int = 4096
     windows: tuple[int, ...] = (0, 2048)
@@ -53,6 +55,11 @@ class Protocol:
         for name in ("prompts_per_split", "input_tokens", "horizon", "chunk", "batch"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1", found=getattr(self, name))
+        if (self.validation_prompts or self.prompts_per_split) < self.prompts_per_split:
+            raise UsageError(
+                f"validation_prompts must be at least prompts_per_split, {self.prompts_per_split}",
+                found=self.validation_prompts,
+            )
         updates = [update for _, update in self.positions()]
         if updates != sorted(set(updates)):
             raise UsageError(
@@ -62,6 +69,12 @@ class Protocol:
             )
         if min(self.anchors) < 1 or min(self.windows) < 0:
             raise UsageError("anchors count from 1 and windows from 0", found=list(self.anchors))
+
+    @property
+    def prompts_per_domain(self) -> int:
+        """Prompts of one domain in all three splits."""
+        held_out = self.validation_prompts or self.prompts_per_split
+        return (len(SPLITS) - 1) * self.prompts_per_split + held_out
 
     def positions(self) -> tuple[tuple[int, int], ...]:
         """(window, updates done) of each anchor, in order: the 256th update of window 0 is (0, 256)."""
@@ -101,3 +114,21 @@ def protocol(profile: str, **changes: Any) -> Protocol:
         )
     given = {name: value for name, value in changes.items() if value is not None}
     return replace(PROFILES[profile], **given)
+
+
+def with_sequences(settings: Protocol, sequences: int, domains: int) -> Protocol:
+    """At least so many validation sequences, the same number of each domain, and all prompts in one batch
+    where the protocol's own prompts fitted into one.
+
+    Raises:
+        UsageError: not a positive number.
+    """
+    if sequences < 1:
+        raise UsageError("sequences must be at least 1", found=sequences)
+    wanted = max(settings.prompts_per_split, -(-sequences // domains))
+    whole = settings.batch >= settings.prompts_per_domain * domains
+    more = replace(settings, validation_prompts=wanted)
+    if wanted == settings.prompts_per_split:
+        more = replace(settings, validation_prompts=None)
+    prompts = more.prompts_per_domain * domains
+    return replace(more, batch=max(more.batch, prompts)) if whole else more
