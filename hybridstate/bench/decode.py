@@ -21,7 +21,8 @@ from hybridstate.errors import UsageError
 from hybridstate.plan.compare import verify_against
 from hybridstate.plan.store import Plan
 from hybridstate.quality.arms import cached_prefix
-from hybridstate.runtime.engine import DecodeEngine, DecodeRun, stored_orders
+from hybridstate.runtime.engine import DecodeEngine, DecodeRun
+from hybridstate.runtime.orders import stored_orders
 from hybridstate.runtime.pool import STATE_FORMATS
 from hybridstate.runtime.restore import Prefix
 from hybridstate.trajectories.model import LoadedModel

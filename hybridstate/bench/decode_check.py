@@ -15,7 +15,8 @@ from hybridstate.errors import NumericError
 from hybridstate.kernels import update
 from hybridstate.kernels.layout import PackedLayout
 from hybridstate.kernels.reference import dequantise_groups, quantise_groups, recurrent_step
-from hybridstate.runtime.engine import DecodeEngine, DecodeRun, StoredOrder
+from hybridstate.runtime.engine import DecodeEngine, DecodeRun
+from hybridstate.runtime.orders import StoredOrder
 from hybridstate.runtime.restore import Prefix, resume
 from hybridstate.trajectories.cache import decode, recurrent_states
 from hybridstate.trajectories.model import LoadedModel, swap

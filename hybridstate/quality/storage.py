@@ -24,8 +24,11 @@ PACKED_ERROR: Final = 2e-4
 """Logits that two pools of FP16 rows may differ by: sums in another order round a few values the other way."""
 
 
-CONTINUED: Final = frozenset({"LinearAttentionLayer", "DynamicLayer"})
-"""Cache layers of transformers that the runtime takes over and continues."""
+RECURRENCE_ERROR: Final = 1e-5
+"""Logits that two FP32 pools may differ by, one of them in the plan's orders and scales."""
+
+SCALED_RATIO: Final = 2.0
+"""Value scales round other FP16 values: the error against FP32 may be this multiple of the plain FP16 pool's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +68,21 @@ class Bf16Row:
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """The exported model on the plan's packed pool with every key row in FP16, the original on a dense FP16 pool.
+    """The exported model on the runtime's pools, in the plan's orders and scales and without its INT8 error.
 
     Attributes:
-        logit_error: between the two; only the order of sums differs.
-        storage_error: of the original's FP16 pool against its FP32 states, for scale.
+        recurrence_error: FP32 states in stored coordinates against the original's FP32 states (DAMP Eq. 17, 18).
+        logit_error: packed pool with every key row in FP16 against the original's dense FP16 pool; only the order of
+            sums differs, and with value scales also which values FP16 rounds.
+        scaled: the plan has value scales.
+        storage_error: of the original's FP16 pool against its FP32 pool, for scale.
         differing: tokens that the two choose differently, of all new ones.
         first: the first such token.
     """
 
+    recurrence_error: float
     logit_error: float
+    scaled: bool
     storage_error: float
     differing: int
     first: Divergence | None
@@ -128,37 +136,48 @@ def compare_packed(
     prompt: torch.Tensor,
     chosen: torch.Tensor,
     reference: torch.Tensor,
-) -> PackedRow | None:
-    """Decode the original on a dense FP16 pool and the exported model on the packed one, quantisation off.
+) -> PackedRow:
+    """Decode both models on the runtime's pools, quantisation off: FP32 states, then FP16 ones, the plan's packed.
 
     Args:
         original, exported: float32 models; the same object may serve as both.
         prompt, chosen: see `compare_bf16`.
-        reference: float32 logits of the new tokens after the first, `[B, N - 1, vocabulary]`.
-
-    Returns:
-        None where the runtime cannot continue the model's attention cache (indexers, sliding windows).
+        reference: float32 logits of the new tokens after the first, `[B, N - 1, vocabulary]`, for the margin.
 
     Raises:
         NumericError: logits differ by more than rounding, or a token does.
     """
-    _, cache = prefill(original, prompt[:, :1])
-    if {type(layer).__name__ for layer in cache.layers} - CONTINUED:
-        return None
     size = prompt.shape[0]
-    dense = DecodeEngine(original, state="fp16", slots=size)
-    packed = DecodeEngine(exported, state="damp", slots=size, plan=plan, unquantised=True)
-    expected, found = (_pooled(engine, prompt, chosen) for engine in (dense, packed))
-    differing, first = _divergence(expected, found, reference)
-    row = PackedRow(_relative(found, expected), _relative(expected, reference), differing, first)
-    if not row.logit_error <= PACKED_ERROR or (first is not None and first.margin > 1e-3):
+
+    def logits(loaded: LoadedModel, state: str, plan: Plan | None) -> torch.Tensor:
+        engine = DecodeEngine(loaded, state=state, slots=size, plan=plan, unquantised=bool(plan))
+        return _pooled(engine, prompt, chosen)
+
+    exact = logits(original, "fp32", None)
+    recurrence = _relative(logits(exported, "fp32", plan), exact)
+    if not recurrence <= RECURRENCE_ERROR:
         raise NumericError(
-            f"with its states in the packed pool the exported model differs by {row.logit_error:.2e} "
-            f"relative and in {differing} tokens, at most {PACKED_ERROR:.0e} and ties are allowed",
-            found=row.logit_error,
-            expected=PACKED_ERROR,
+            f"with FP32 states in stored coordinates the exported model differs by {recurrence:.2e} relative, at most "
+            f"{RECURRENCE_ERROR:.0e} is allowed",
+            found=recurrence,
+            expected=RECURRENCE_ERROR,
         )
-    return row
+    expected, found = logits(original, "fp16", None), logits(exported, "damp", plan)
+    storage, precision = _relative(expected, exact), plan.document.precision
+    scaled = precision is not None and precision.value_scale
+    error, bound = _relative(found, expected), PACKED_ERROR
+    compared = error
+    if scaled:
+        compared, bound = _relative(found, exact), SCALED_RATIO * storage
+    differing, first = _divergence(expected, found, reference)
+    if not compared <= bound or (first is not None and first.margin > max(1e-3, bound)):
+        raise NumericError(
+            f"with its states in the packed pool the exported model differs by {compared:.2e} "
+            f"relative and in {differing} tokens, at most {bound:.0e} and ties are allowed",
+            found=compared,
+            expected=bound,
+        )
+    return PackedRow(recurrence, error, scaled, storage, differing, first)
 
 
 def _logits(loaded: LoadedModel, prompt: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -176,7 +195,7 @@ def _pooled(engine: DecodeEngine, prompt: torch.Tensor, chosen: torch.Tensor) ->
     loaded = engine.loaded
     _, cache = prefill(loaded, prompt)
     prefix = capture(loaded, prompt.to(loaded.device), cache)
-    run = engine.start(prefix, room=chosen.shape[1])
+    run = engine.start(prefix, room=chosen.shape[1], past=cache)
     try:
         steps = [run.step(c.to(loaded.device)).float().cpu().clone() for c in chosen.T[:-1]]
     finally:

@@ -1,7 +1,7 @@
 """Original against exported: every tensor accounted for, and the same numbers from both models.
 
-The exported checkpoint moves key channels of the state and nothing else, so in exact arithmetic
-logits are equal and each state is the original's with its rows in stored order. Float sums change
+The exported checkpoint moves heads, key channels and value dims of the state and nothing else, so in exact arithmetic
+logits are equal and each state is the original's in stored order (value scales are no part of it). Float sums change
 their order, hence a tolerance. Both models see real text; the exported one is driven with the
 original's tokens and must choose each of them itself.
 """
@@ -72,8 +72,7 @@ class Verification:
         smallest_margin: smallest gap between the two best logits at a new token.
         layers: state errors after prompt and new tokens.
         bf16: both models in BF16, None if that was left out.
-        packed: both models with their states in the runtime's pool, None where the plan packs none
-            or the runtime cannot continue the model's attention cache.
+        packed: both models with their states in the runtime's pool, None where the plan packs none.
     """
 
     original: str
@@ -195,7 +194,7 @@ def _verify(
     _compare_tokens(second.new_logits.argmax(-1), first.new_logits)
     packed = None
     precision = plan.document.precision
-    if precision is not None and precision.value_order == "none" and new_tokens > 1:
+    if precision is not None and new_tokens > 1:
         packed = compare_packed(reference, candidate, plan, tokens, chosen, first.new_logits[:, 1:])
     ran_on = str(candidate.device)
     del reference, candidate

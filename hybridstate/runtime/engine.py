@@ -4,27 +4,24 @@ The model keeps its own code: only the function that advances one token is repla
 layer of every linear block holds a handle instead of a tensor. Between two steps nothing but the pool stores the
 temporal states, packed or dense, and `DecodeRun.check_bytes` proves it.
 
-A plan made from this checkpoint reorders key channels (and value columns): q, k and, for KDA, the decays are gathered
-in torch before the update. A checkpoint exported by `export-plan` carries the order in its weights and needs no gather.
+A plan made from this checkpoint reorders key channels (and value columns): operands are gathered in torch around the
+update (`runtime.orders`). A checkpoint exported by `export-plan` carries the order in its weights and needs no gather.
 
 On a GPU the step is captured in a CUDA graph over a static KV cache when that works; `DecodeRun.mode` says what runs.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
-from hybridstate.errors import NumericError, PlanMismatch, UsageError
-from hybridstate.families import LinearLayer
+from hybridstate.errors import NumericError, UsageError
 from hybridstate.kernels import update
 from hybridstate.kernels.layout import DenseOrder, PackedLayout
-from hybridstate.plan.compare import verify_against
-from hybridstate.plan.store import Order, Plan
+from hybridstate.plan.store import Plan
+from hybridstate.runtime.orders import check_interval, stored_orders
 from hybridstate.runtime.pool import StatePool
 from hybridstate.runtime.restore import Prefix, resume
 from hybridstate.trajectories.cache import forward, linear_layers
@@ -33,110 +30,10 @@ from hybridstate.trajectories.model import LoadedModel, swap
 GRAPH_WARMUP = 3
 
 
-@dataclass(frozen=True, slots=True)
-class StoredOrder:
-    """How one layer's operands are rearranged before the update; None where nothing moves.
-
-    Attributes:
-        shared_key: `[Hk, K]`, for operands with one row per key head.
-        key: `[H, K]`, for operands and states with one row per value head.
-        value: `[H, V]`.
-        scale: FP32 `[H, V]` in stored order.
-    """
-
-    shared_key: torch.Tensor | None = None
-    key: torch.Tensor | None = None
-    value: torch.Tensor | None = None
-    scale: torch.Tensor | None = None
-
-    def gathers(self, *, per_channel: bool) -> int:
-        """Gathers in torch around one update; each is a launch beside the kernel's on a GPU."""
-        keys = 0 if self.key is None else 3 if per_channel else 2  # q, k and decays per channel
-        return keys + (0 if self.value is None else 2)  # v and o
-
-    def queries(self, x: torch.Tensor, heads: int) -> torch.Tensor:
-        """q or k `[B, Hk, K]` in stored order, expanded to `heads` where value heads differ."""
-        if self.shared_key is not None:
-            return _take(x, self.shared_key)
-        if self.key is not None:
-            return _take(x.repeat_interleave(heads // x.shape[1], 1), self.key)
-        return x
-
-    def decay(self, g: torch.Tensor) -> torch.Tensor:
-        """Log decay `[B, H]` as it is, `[B, H, K]` in stored order."""
-        return g if g.dim() == 2 or self.key is None else _take(g, self.key)
-
-    def values(self, v: torch.Tensor) -> torch.Tensor:
-        """v `[B, H, V]` in stored order."""
-        return v if self.value is None else _take(v, self.value)
-
-    def outputs(self, o: torch.Tensor) -> torch.Tensor:
-        """o `[B, H, V]` back in model order."""
-        return o if self.value is None else _take(o, self.value.argsort(-1))
-
-    def states(self, state: torch.Tensor) -> torch.Tensor:
-        """State `[B, H, K, V]` from model order to stored order; scaling is the packer's."""
-        if self.key is not None:
-            state = state.gather(2, self.key[None, :, :, None].expand_as(state))
-        if self.value is not None:
-            state = state.gather(3, self.value[None, :, None, :].expand_as(state))
-        return state if self.scale is None else state / self.scale[None, :, None, :]
-
-
 def _dense_order(loaded: LoadedModel) -> DenseOrder:
     """The fastest order of a dense state on a GPU, the readable one elsewhere."""
     tiled = all(layer.value_dim % 8 == 0 for layer in loaded.spec.layers)
     return "tiles" if loaded.device.type == "cuda" and tiled else "rows"
-
-
-def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    return x.gather(-1, index.expand_as(x))
-
-
-def stored_orders(
-    plan: Plan | None, loaded: LoadedModel
-) -> tuple[tuple[StoredOrder, ...], int | None]:
-    """Per linear layer the rearrangement that `plan` asks for, and its `k_hi`.
-
-    Without a plan nothing moves and the first channels are the protected ones.
-
-    Raises:
-        PlanMismatch: the plan is for another checkpoint, or has no packed state.
-    """
-    if plan is None:
-        return tuple(StoredOrder() for _ in loaded.spec.layers), None
-    precision = plan.document.precision
-    if precision is None:
-        raise PlanMismatch(
-            "the plan has no packed state (it was exported without a calibration)",
-            hint="run `hybridstate calibrate`, then `export-plan --calibration`",
-        )
-    order = verify_against(plan, loaded.checkpoint)
-    return tuple(
-        _stored_order(plan, layer, order, loaded.device) for layer in loaded.spec.layers
-    ), precision.k_hi
-
-
-def _stored_order(
-    plan: Plan, layer: LinearLayer, order: Order, device: torch.device
-) -> StoredOrder:
-    keys = plan.key_order(layer.index, order)
-    key = shared = value = scale = None
-    if keys is not None and not bool((keys == np.arange(layer.key_dim)).all()):
-        key = torch.from_numpy(keys.astype(np.int64)).to(device)
-        bundled = key.unflatten(0, (layer.key_heads, layer.bundle))
-        if bool((bundled == bundled[:, :1]).all()):
-            shared = bundled[:, 0].contiguous()
-    values = plan.array(layer.index, "value_order")
-    if values is not None and not bool((values == np.arange(layer.value_dim)).all()):
-        if order == "exported":
-            raise PlanMismatch("this engine does not run exported value orders")
-        value = torch.from_numpy(values.astype(np.int64)).to(device)
-    scales = plan.head_array(layer.index, "value_scale", order)
-    if scales is not None:
-        scale = torch.from_numpy(scales.astype(np.float32)).to(device)
-        scale = scale if value is None else scale.gather(-1, value)
-    return StoredOrder(shared, key, value, scale)
 
 
 class StateHandle:
@@ -160,8 +57,9 @@ class DecodeEngine:
         loaded: the model; its prefill stays as it is.
         state: `fp32`, `bf16`, `fp16` or `damp`.
         slots: sequences that fit.
-        plan: key order and `k_hi` of the packed state; only with `damp`.
-        unquantised: keep every key row in FP16 whatever the plan says: its order without its INT8 error.
+        plan: key order, value order and scale, and `k_hi` of the packed state; only with `damp`.
+        unquantised: the plan's orders and scales without its INT8 error: with `damp` every key row in FP16, and
+            `fp32` may take a plan too.
         backend: forced kernel backend, `auto` chooses by device and layout.
     """
 
@@ -176,8 +74,10 @@ class DecodeEngine:
         unquantised: bool = False,
         backend: update.Name | Literal["auto"] = "auto",
     ) -> None:
-        if plan is not None and state != "damp":
+        if plan is not None and state != "damp" and not (unquantised and state == "fp32"):
             raise UsageError(f"a plan orders the packed state; {state} is stored densely")
+        if not unquantised:
+            check_interval(plan)
         self.loaded = loaded
         self.state = state
         self.orders, planned = stored_orders(plan, loaded)
@@ -203,8 +103,13 @@ class DecodeEngine:
         found = {update.backend(self.loaded.device, layout) for layout in self.pool.layouts}
         return "reference" if "reference" in found else sorted(found)[-1]
 
-    def start(self, prefix: Prefix, *, room: int) -> "DecodeRun":
+    def start(self, prefix: Prefix, *, room: int, past: Any = None) -> "DecodeRun":
         """Move a prefilled batch into the pool; `room` tokens can follow.
+
+        Args:
+            past: the cache that `prefix` was captured from, to be continued in place. Needed where attention keeps
+                more than keys and values (indexers, sliding windows); without it the KV of `prefix` is put into a
+                new one.
 
         Raises:
             UsageError: no contiguous run of free slots for the batch.
@@ -218,7 +123,7 @@ class DecodeEngine:
             order.states(state) for order, state in zip(self.orders, prefix.states, strict=True)
         ]
         self.pool.write(slots, states, prefix.conv)
-        return DecodeRun(self, prefix, slots, room)
+        return DecodeRun(self, prefix, slots, room, past)
 
     def advance(
         self,
@@ -235,28 +140,38 @@ class DecodeEngine:
         if not isinstance(handle, StateHandle) or handle.ordinal != ordinal:
             raise NumericError(f"linear layer {ordinal} was given a state that is not its own")
         order, heads, pool = self.orders[ordinal], v.shape[1], self.pool.states[ordinal]
+        # the reference runs the recurrence of T itself; kernels take c as an operand
+        plain = self.backend == "reference"
+        values = order.values(v)
         operands = (
             order.queries(q, heads),
             order.queries(k, heads),
-            order.values(v),
+            order.scaled(values) if plain else values,
             order.decay(g).float(),
             beta.float(),
         )
         layout = self.pool.layouts[ordinal]
         self.update_calls[ordinal] += 1
+        scale = None if plain else order.scale
         if isinstance(layout, PackedLayout):
             o = update.packed_step(
                 *operands,
                 pool,
                 handle.slots,
                 layout=layout,
-                value_scale=order.scale,
+                value_scale=scale,
                 backend=self.backend,
             )
         else:
             o = update.dense_step(
-                *operands, pool, handle.slots, layout=layout, backend=self.backend
+                *operands,
+                pool,
+                handle.slots,
+                layout=layout,
+                value_scale=scale,
+                backend=self.backend,
             )
+        o = order.unscaled(o, v.dtype) if plain else o
         return order.outputs(o), handle
 
 
@@ -264,7 +179,12 @@ class DecodeRun:
     """One batch being decoded, one token per call of `step`."""
 
     def __init__(
-        self, engine: DecodeEngine, prefix: Prefix, slots: torch.Tensor, room: int
+        self,
+        engine: DecodeEngine,
+        prefix: Prefix,
+        slots: torch.Tensor,
+        room: int,
+        past: Any = None,
     ) -> None:
         self.engine = engine
         self.slots = slots
@@ -272,8 +192,12 @@ class DecodeRun:
         self.room = room
         self.mode = "eager"
         loaded = engine.loaded
-        static = loaded.device.type == "cuda"
-        self._past = _static_cache(loaded, prefix, room) if static else _dynamic(loaded, prefix)
+        if past is not None:
+            self._past = past
+        elif loaded.device.type == "cuda":
+            self._past = _static_cache(loaded, prefix, room)
+        else:
+            self._past = _dynamic(loaded, prefix)
         first = int(slots[0])
         for layer in loaded.spec.layers:
             window = engine.pool.conv[layer.ordinal][first : first + prefix.batch]

@@ -10,8 +10,13 @@ from safetensors.numpy import save_file
 from hybridstate.checkpoint import open_checkpoint
 
 
-def write_calibration(folder: Path, model: Path, *, k_hi: int = 2, seed: int = 0) -> Path:
-    """Random risks for `model`; the channels of the largest risk, summed over each bundle."""
+def write_calibration(
+    folder: Path, model: Path, *, k_hi: int = 2, seed: int = 0, values: bool = False
+) -> Path:
+    """Random risks for `model`; the channels of the largest risk, summed over each bundle.
+
+    With `values` also random value orders and scales, as the format damp+reorder leaves them.
+    """
     checkpoint = open_checkpoint(model)
     rng = np.random.Generator(np.random.PCG64(seed))
     arrays = {}
@@ -21,6 +26,16 @@ def write_calibration(folder: Path, model: Path, *, k_hi: int = 2, seed: int = 0
         chosen = np.sort(np.argsort(-summed, axis=1)[:, :k_hi], axis=1)
         arrays[f"layers.{layer.index}.risk"] = risk
         arrays[f"layers.{layer.index}.protected"] = np.repeat(chosen, layer.bundle, 0).astype("i2")
+        if values:
+            shape = (layer.value_heads, layer.value_dim)
+            scale = np.exp(rng.normal(0, 0.5, shape)).astype(np.float32)
+            order = np.argsort(rng.uniform(size=shape), axis=1).astype("i2")
+            alone = np.sort(np.argsort(-summed, axis=1)[:, -k_hi:], axis=1)  # other channels
+            arrays[f"layers.{layer.index}.value_scale"] = scale
+            arrays[f"layers.{layer.index}.value_order"] = order
+            arrays[f"layers.{layer.index}.protected_reorder"] = np.repeat(
+                alone, layer.bundle, 0
+            ).astype("i2")
     folder.mkdir(parents=True)
     save_file(arrays, folder / "calibration.safetensors")
     digests = checkpoint.digests()

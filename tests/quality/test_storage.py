@@ -11,9 +11,6 @@ from hybridstate.quality.verify import MAX_RELATIVE_ERROR, verify
 from tests.quality.verified import RELEASED, SAVED, verified
 from tests.tolerances import BF16_ERROR_RATIO
 
-ATTENTION_NOT_CONTINUED = ("qwen4_exp", "lara_mini", "glm5_next")
-"""Their attention caches hold more than keys and values, or fewer."""
-
 
 def test_bound_is_the_one_of_the_tolerance_table() -> None:
     assert storage.BF16_ERROR_RATIO == BF16_ERROR_RATIO
@@ -30,11 +27,11 @@ def test_exported_model_equals_the_original(name: str, tmp_path: Path) -> None:
     assert found.bf16 is not None
     assert found.bf16.original_error > 1e-3  # it really ran in BF16
     assert found.bf16.ratio <= BF16_ERROR_RATIO
-    assert (found.packed is None) is (name in ATTENTION_NOT_CONTINUED)
-    if found.packed is not None:
-        assert found.packed.logit_error <= storage.PACKED_ERROR
-        assert found.packed.storage_error < 1e-2  # FP16 rounding of each step: up to 7.0e-3 here
-        assert found.packed.differing == 0
+    assert found.packed is not None
+    assert found.packed.recurrence_error <= storage.RECURRENCE_ERROR
+    assert found.packed.logit_error <= storage.PACKED_ERROR
+    assert found.packed.storage_error < 1e-2  # FP16 rounding of each step: up to 7.0e-3 here
+    assert found.packed.differing == 0
     assert found.to_json()["bf16"]["ratio"] == found.bf16.ratio
 
 
@@ -43,19 +40,19 @@ def test_a_packed_pool_in_the_wrong_order_is_caught(
 ) -> None:
     """The engine is told that the exported weights still need the plan's gather."""
     from hybridstate import api
-    from hybridstate.runtime import engine
+    from hybridstate.runtime import orders
     from tests.plan.calibrated import write_calibration
 
     calibration = write_calibration(tmp_path / "cal", tiny_kda)
     api.export_plan(tiny_kda, out=tmp_path / "out", calibration=calibration)
-    right = engine._stored_order
+    right = orders._stored_order
 
     def half(plan, layer, order, device):  # type: ignore[no-untyped-def]
         found = right(plan, layer, "original", device)
-        return engine.StoredOrder(found.shared_key, None, None, None)
+        return orders.StoredOrder(found.shared_key, None, None, None)
 
-    monkeypatch.setattr(engine, "_stored_order", half)
-    with pytest.raises(NumericError, match="in the packed pool the exported model differs"):
+    monkeypatch.setattr(orders, "_stored_order", half)
+    with pytest.raises(NumericError, match="in stored coordinates the exported model differs"):
         verify(tiny_kda, tmp_path / "out", prompts=1, prompt_tokens=24, new_tokens=4, bf16=False)
 
 

@@ -12,7 +12,8 @@ from hybridstate import api
 from hybridstate.bench.decode_check import simulated_logits
 from hybridstate.errors import NumericError, PlanMismatch, UsageError
 from hybridstate.plan.store import read_plan
-from hybridstate.runtime.engine import DecodeEngine, StateHandle, StoredOrder
+from hybridstate.runtime.engine import DecodeEngine, StateHandle
+from hybridstate.runtime.orders import StoredOrder
 from hybridstate.runtime.pool import STATE_FORMATS
 from hybridstate.runtime.restore import Prefix, capture
 from hybridstate.trajectories.cache import prefill

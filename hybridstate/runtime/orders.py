@@ -1,0 +1,146 @@
+"""How the operands of one update are rearranged for a state in stored order, and back.
+
+A plan made from a checkpoint reorders key channels and value columns: q, k, v, o and, for KDA, the decays are gathered.
+A checkpoint exported by `export-plan` carries the orders in its weights and needs no gather, except for key orders of
+each value head's own; value scales c are never in the weights. The state in the pool is T = S / c (DAMP Eq. 17):
+
+    T <- a T + k (beta (v / c - k a T))      o = c (q T)
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hybridstate.errors import PlanMismatch
+from hybridstate.families import LinearLayer
+from hybridstate.plan.compare import verify_against
+from hybridstate.plan.store import Order, Plan
+from hybridstate.trajectories.model import LoadedModel
+
+
+@dataclass(frozen=True, slots=True)
+class StoredOrder:
+    """How one layer's operands are rearranged before the update; None where nothing moves.
+
+    Attributes:
+        shared_key: `[Hk, K]`, for operands with one row per key head.
+        key: `[H, K]`, for operands and states with one row per value head.
+        value: `[H, V]`.
+        scale: FP32 `[H, V]` in stored order.
+    """
+
+    shared_key: torch.Tensor | None = None
+    key: torch.Tensor | None = None
+    value: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+
+    def gathers(self, *, per_channel: bool) -> int:
+        """Gathers in torch around one update; each is a launch beside the kernel's on a GPU."""
+        keys = 0 if self.key is None else 3 if per_channel else 2  # q, k and decays per channel
+        return keys + (0 if self.value is None else 2)  # v and o
+
+    def queries(self, x: torch.Tensor, heads: int) -> torch.Tensor:
+        """q or k `[B, Hk, K]` in stored order, expanded to `heads` where value heads differ."""
+        if self.shared_key is not None:
+            return _take(x, self.shared_key)
+        if self.key is not None:
+            return _take(x.repeat_interleave(heads // x.shape[1], 1), self.key)
+        return x
+
+    @property
+    def gathers_keys(self) -> bool:
+        """Whether each value head has an order of its own, which only a kernel can follow without copies."""
+        return self.key is not None and self.shared_key is None
+
+    def decay(self, g: torch.Tensor) -> torch.Tensor:
+        """Log decay `[B, H]` as it is, `[B, H, K]` in stored order."""
+        return g if g.dim() == 2 or self.key is None else _take(g, self.key)
+
+    def values(self, v: torch.Tensor) -> torch.Tensor:
+        """v `[B, H, V]` in stored order."""
+        return v if self.value is None else _take(v, self.value)
+
+    def scaled(self, v: torch.Tensor) -> torch.Tensor:
+        """v `[B, H, V]` in stored order over c: what the recurrence of T = S / c writes (DAMP Eq. 17)."""
+        return v if self.scale is None else v.float() / self.scale
+
+    def unscaled(self, o: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Read-out of T `[B, H, V]` times c, in the model's dtype (DAMP Eq. 18)."""
+        return (o if self.scale is None else o * self.scale).to(dtype)
+
+    def outputs(self, o: torch.Tensor) -> torch.Tensor:
+        """o `[B, H, V]` back in model order."""
+        return o if self.value is None else _take(o, self.value.argsort(-1))
+
+    def states(self, state: torch.Tensor) -> torch.Tensor:
+        """State `[B, H, K, V]` from model order to stored order; scaling is the packer's."""
+        if self.key is not None:
+            state = state.gather(2, self.key[None, :, :, None].expand_as(state))
+        if self.value is not None:
+            state = state.gather(3, self.value[None, :, None, :].expand_as(state))
+        return state if self.scale is None else state / self.scale[None, :, None, :]
+
+
+def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return x.gather(-1, index.expand_as(x))
+
+
+def stored_orders(
+    plan: Plan | None, loaded: LoadedModel
+) -> tuple[tuple[StoredOrder, ...], int | None]:
+    """Per linear layer the rearrangement that `plan` asks for, and its `k_hi`.
+
+    Without a plan nothing moves and the first channels are the protected ones.
+
+    Raises:
+        PlanMismatch: the plan is for another checkpoint, or has no packed state.
+    """
+    if plan is None:
+        return tuple(StoredOrder() for _ in loaded.spec.layers), None
+    precision = plan.document.precision
+    if precision is None:
+        raise PlanMismatch(
+            "the plan has no packed state (it was exported without a calibration)",
+            hint="run `hybridstate calibrate`, then `export-plan --calibration`",
+        )
+    order = verify_against(plan, loaded.checkpoint)
+    return tuple(
+        _stored_order(plan, layer, order, loaded.device) for layer in loaded.spec.layers
+    ), precision.k_hi
+
+
+def check_interval(plan: Plan | None) -> None:
+    """Refuse a plan whose state is not written at every update.
+
+    Raises:
+        PlanMismatch: this engine has no ring of inputs.
+    """
+    precision = None if plan is None else plan.document.precision
+    if precision is not None and precision.requantise_every > 1:
+        raise PlanMismatch(
+            f"the plan writes its packed state at every {precision.requantise_every}th update, this engine at every "
+            "one",
+            hint="export the plan with --requantise-every 1, or serve it with an engine that keeps the inputs between",
+            found=precision.requantise_every,
+            expected=1,
+        )
+
+
+def _stored_order(
+    plan: Plan, layer: LinearLayer, order: Order, device: torch.device
+) -> StoredOrder:
+    keys = plan.key_order(layer.index, order)
+    key = shared = value = scale = None
+    if keys is not None and not bool((keys == np.arange(layer.key_dim)).all()):
+        key = torch.from_numpy(keys.astype(np.int64)).to(device)
+        bundled = key.unflatten(0, (layer.key_heads, -1))
+        if bool((bundled == bundled[:, :1]).all()):
+            shared = bundled[:, 0].contiguous()
+    values = plan.value_order(layer.index, order)
+    if values is not None and not bool((values == np.arange(layer.value_dim)).all()):
+        value = torch.from_numpy(values.astype(np.int64)).to(device)
+    scales = plan.value_scale(layer.index, order)
+    if scales is not None:
+        scale = torch.from_numpy(scales.astype(np.float32)).to(device)
+    return StoredOrder(shared, key, value, scale)
