@@ -20,6 +20,7 @@ from hybridstate.errors import (
 if TYPE_CHECKING:
     from hybridstate.api import (
         analyze,
+        bench_codecs,
         bench_decode,
         bench_exchange,
         bench_restore,
@@ -43,6 +44,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "analyze",
+    "bench_codecs",
     "bench_decode",
     "bench_exchange",
     "bench_restore",

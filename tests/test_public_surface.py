@@ -10,6 +10,7 @@ from hybridstate import errors
 
 VERBS = {
     "analyze",
+    "bench_codecs",
     "bench_decode",
     "bench_exchange",
     "bench_restore",

@@ -8,6 +8,7 @@ from hybridstate.defaults import W_MAX
 from hybridstate.errors import UsageError
 
 if TYPE_CHECKING:
+    from hybridstate.bench.codecs import CodecReport
     from hybridstate.bench.decode import Decoded
     from hybridstate.bench.restore import Restored
     from hybridstate.bench.update import UpdateReport
@@ -142,6 +143,38 @@ def bench_update(
         formats=states or FORMATS,
         device=target,
         samples=samples,
+        progress=progress,
+    )
+
+
+def bench_codecs(
+    *,
+    sizes: Sequence[str] | None = None,
+    slots: int = 8,
+    samples: int = 20,
+    device: str = "auto",
+    progress: "Progress | None" = None,
+) -> "CodecReport":
+    """Time of moving states between dense, packed and checkpoint layouts, behind a byte-for-byte check.
+
+    Args:
+        sizes: of `kimi-linear`, `qwen3-next`, `tiny`; the first on a GPU and the last on a CPU by default.
+        slots: slots moved by one launch.
+        samples: measured rounds.
+        device: `auto`, `cpu` or `cuda`.
+        progress: called with (stage, done, total).
+
+    Raises:
+        UsageError, NumericError, MissingRequirement: as `bench_restore`.
+    """
+    from hybridstate.bench.codecs import run_codecs
+    from hybridstate.trajectories.model import torch_device
+
+    return run_codecs(
+        models=sizes,
+        slots=slots,
+        samples=samples,
+        device=torch_device(device),
         progress=progress,
     )
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hybridstate.cli.bench_codecs import codecs
 from hybridstate.cli.bench_exchange import exchange
 from hybridstate.cli.bench_output import OutputPath, check_output, finish
 from hybridstate.cli.bench_tables import decode_tables, restore_tables, update_tables
@@ -69,6 +70,11 @@ def register(app: typer.Typer) -> None:
         short_help="Checkpoints between tensor-parallel ranks.",
         epilog="Example: hybridstate bench exchange tiny-kda --tp 2 --device cpu",
     )(exchange)
+    group.command(
+        "codecs",
+        short_help="Packing, unpacking, checkpoint codecs, slot copies.",
+        epilog="Example: hybridstate bench codecs --size tiny --slots 2",
+    )(codecs)
     app.add_typer(group)
 
 
