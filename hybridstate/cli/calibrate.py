@@ -20,7 +20,7 @@ from hybridstate.cli.options import (
 from hybridstate.cli.output import Output, command
 
 if TYPE_CHECKING:
-    from hybridstate.quality.calibration import Calibration
+    from hybridstate.trajectories.protocol import Protocol
 
 
 def register(app: typer.Typer) -> None:
@@ -82,6 +82,63 @@ def calibrate(
         ),
     ] = None,
     seed: Seed = 0,
+    seeds: Annotated[
+        int,
+        typer.Option(
+            "--seeds",
+            metavar="N",
+            help="Whole calibrations, from --seed on: other prompts, texts, random masks and rounding. "
+            "The first one's channels are kept, the errors are over all.",
+        ),
+    ] = 1,
+    sequences: Annotated[
+        int | None,
+        typer.Option(
+            "--sequences",
+            metavar="N",
+            help="Least validation sequences per seed. [default: the profile's]",
+            show_default=False,
+        ),
+    ] = None,
+    tasks: Annotated[
+        int,
+        typer.Option(
+            "--tasks",
+            metavar="N",
+            help="Embedded models: texts per task and seed whose facts are asked after thousands of updates.",
+        ),
+    ] = 0,
+    greedy: Annotated[
+        bool,
+        typer.Option("--greedy", help="Also calibrate on greedy text, as a second row."),
+    ] = False,
+    part: Annotated[
+        str | None,
+        typer.Option(
+            "--part",
+            metavar="I/N",
+            help="Do part I of N into -o: whole seeds, or recorded batches of fewer seeds than N.",
+            show_default=False,
+        ),
+    ] = None,
+    merge: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--merge",
+            metavar="FOLDER",
+            help="Take what a --part run of the same options finished; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    deadline: Annotated[
+        float | None,
+        typer.Option(
+            "--deadline",
+            metavar="SECONDS",
+            help="Stop then, report the seeds finished so far; the same command continues.",
+            show_default=False,
+        ),
+    ] = None,
     device: Device = "auto",
     dtype: Annotated[
         str,
@@ -107,47 +164,68 @@ def calibrate(
         from hybridstate.provenance import check_output_folder, environment
         from hybridstate.quant.catalogue import parse_list
 
-        _check(temperature, seed)
+        _check(temperature, seed, seeds, sequences, tasks, deadline)
         check_device(device)
         parse_list(formats)
-        if output is not None:
+        if part is not None:
+            _check_part(part, output)
+        elif output is not None:
             check_output_folder(output, force=force)
         if dry_run:
             _check_run(model, lower_bound, k_hi, formats, prompts, device, dtype)
-            _dry_run(out, model, profile, formats, temperature, lower_bound, output)
+            settings = _settings(profile, temperature, sequences, prompts)
+            _dry_run(out, model, settings, formats, lower_bound, output, seeds + greedy)
             return
         from hybridstate import api
         from hybridstate.bench.timing import device_record
+        from hybridstate.cli.calibrate_tables import calibration_tables
 
-        found = api.calibrate(
-            model,
-            output,
-            profile=profile,
-            k_hi=k_hi,
-            formats=formats,
-            prompts=prompts,
-            seed=seed,
-            temperature=temperature,
-            device=device,
-            dtype=dtype,
-            lower_bound=lower_bound,
-            force=force,
-            progress=out.progress,
-        )
+        options: dict[str, Any] = {
+            "profile": profile,
+            "k_hi": k_hi,
+            "formats": formats,
+            "prompts": prompts,
+            "seed": seed,
+            "seeds": seeds,
+            "sequences": sequences,
+            "tasks": tasks,
+            "greedy": greedy,
+            "temperature": temperature,
+            "device": device,
+            "dtype": dtype,
+            "lower_bound": lower_bound,
+            "merge": merge or (),
+            "deadline": deadline,
+            "force": force,
+            "progress": out.progress,
+        }
+        if part is not None and output is not None:
+            api.calibrate_part(model, output, part, **options)
+            out.note(f"part {part} is finished in {output}: --merge takes it")
+            out.result({"part": part, "written": [str(output)]})
+            return
+        found = api.calibrate(model, output, **options)
         for warning in found.warnings:
             out.warn(warning)
-        _tables(out, found)
+        calibration_tables(out, found)
         result = found.to_json()
         hardware = device_record(result["versions"]["device"])
         result["provenance"] = environment(device=hardware["name"], hardware=hardware)
-        if output is not None:
+        if output is not None and not result["unfinished"]:
             names = ("calibration.json", "calibration.safetensors")
             result["written"] = [str(output / name) for name in names]
             out.note(f"wrote {' and '.join(names)} to {output}")
         out.result(result)
 
 
-def _check(temperature: float | None, seed: int) -> None:
+def _check(
+    temperature: float | None,
+    seed: int,
+    seeds: int,
+    sequences: int | None,
+    tasks: int,
+    deadline: float | None,
+) -> None:
     import math
 
     from hybridstate.errors import UsageError
@@ -156,6 +234,38 @@ def _check(temperature: float | None, seed: int) -> None:
         raise UsageError(f"--temperature must be 0 or a positive number, found {temperature}")
     if seed < 0:
         raise UsageError(f"--seed must not be negative, found {seed}")
+    for name, value, least in (
+        ("--seeds", seeds, 1),
+        ("--sequences", sequences, 1),
+        ("--tasks", tasks, 0),
+    ):
+        if value is not None and value < least:
+            raise UsageError(f"{name} must be at least {least}, found {value}")
+    if deadline is not None and not (math.isfinite(deadline) and deadline >= 0):
+        raise UsageError(f"--deadline must be 0 or a positive number, found {deadline}")
+
+
+def _check_part(part: str, output: Path | None) -> None:
+    from hybridstate.errors import UsageError
+    from hybridstate.quality.evaluation import Part
+
+    Part.parse(part)
+    if output is None:
+        raise UsageError("a part of a run needs an output folder", hint="-o PART")
+
+
+def _settings(
+    profile: str, temperature: float | None, sequences: int | None, prompts: Path | None
+) -> "Protocol":
+    from hybridstate.trajectories.prompts import read_texts
+    from hybridstate.trajectories.protocol import DOMAINS, protocol, with_sequences
+
+    settings = protocol(profile, temperature=temperature)
+    if sequences is None:
+        return settings
+    return with_sequences(
+        settings, sequences, len(DOMAINS) if prompts is None else len(read_texts(prompts))
+    )
 
 
 def _check_run(
@@ -186,22 +296,23 @@ def _check_run(
 def _dry_run(
     out: Output,
     model: str,
-    profile: str,
+    settings: "Protocol",
     formats: str | None,
-    temperature: float | None,
     lower_bound: float | None,
     folder: Path | None,
+    draws: int,
 ) -> None:
     from hybridstate.checkpoint import open_checkpoint
     from hybridstate.quant.calibration import estimate
     from hybridstate.quant.catalogue import parse_list
-    from hybridstate.trajectories.protocol import protocol
 
     checkpoint = open_checkpoint(model, lower_bound=lower_bound, weights=True)
-    settings = protocol(profile, temperature=temperature)
-    plan = estimate(checkpoint, settings, formats=len(parse_list(formats)))
+    plan = {"draws": draws} if draws > 1 else {}
+    plan |= estimate(checkpoint, settings, formats=len(parse_list(formats)))
+    profile = settings.profile
+    each = ", each draw" if draws > 1 else ""
     out.table(
-        f"{checkpoint.name}: would run profile {profile}",
+        f"{checkpoint.name}: would run profile {profile}{each}",
         ("quantity", "value"),
         [(name.replace("_", " "), value) for name, value in plan.items()],
         note="trajectories are kept beside the output folder until it is written",
@@ -209,84 +320,3 @@ def _dry_run(
     if folder is not None:
         out.text(f"would write calibration.json and calibration.safetensors to {folder}")
     out.result({"dry_run": True, "profile": profile, **plan})
-
-
-def _tables(out: Output, found: "Calibration") -> None:
-    document = found.document
-    sequences, positions = document["validation_sequences"], document["validation_positions"]
-    out.table(
-        f"{document['model']['name']}: storage of the live state, requantised at every update",
-        (
-            "format",
-            "bits",
-            "KL",
-            "+/-",
-            "top-1 %",
-            "state error",
-            "perplexity",
-            "risk J",
-        ),
-        [
-            (
-                row.format,
-                _bits(row.bits_per_value, row.bits_per_value_with_ring),
-                row.kl,
-                row.kl_error,
-                f"{100 * row.top1:.2f}",
-                row.state_error,
-                f"{row.perplexity_ratio:.4f}x",
-                document["objective"].get(row.format),
-            )
-            for row in found.divergences
-        ],
-        note=f"{sequences} sequences of {positions:,} updates, teacher-forced on the FP32 text; KL in "
-        "nats with its standard error over sequences; state error relative, after the last update",
-    )
-    out.table("how the channels were chosen", ("quantity", "value"), _choice(document))
-    for name, reason in document["skipped"].items():
-        out.note(f"{name} was left out: {reason}")
-
-
-def _bits(packed: float, with_ring: float) -> str:
-    """Bits of a value, and what recent inputs add where writes are deferred."""
-    ring = with_ring - packed
-    return f"{packed:g}" if ring == 0 else f"{packed:g} + {ring:.3g} ring"
-
-
-def _choice(document: dict[str, Any]) -> list[tuple[str, object]]:
-    overlap, chance = document["split_agreement"], document["split_agreement_random"]
-    rho = document["split_rank_correlation"]
-    protocol = document["protocol"]
-    return [
-        ("FP16 key channels per head", document["k_hi"]),
-        ("agreement of two halves of the prompts", f"{100 * overlap:.1f} %"),
-        ("the same by chance", f"{100 * chance:.1f} %"),
-        ("rank correlation of the halves", None if rho is None else f"{rho:.3f}"),
-        *_findings(document),
-        ("prompts", len(document["prompts"])),
-        ("prompt + generated tokens", f"{protocol['input_tokens']} + {protocol['new_tokens']}"),
-        ("horizon in updates", protocol["horizon"]),
-        ("temperature", protocol["temperature"]),
-        ("repeated 32-token stretches", f"{100 * document['repeated_32gram_share']:.1f} %"),
-    ]
-
-
-def _findings(document: dict[str, Any]) -> list[tuple[str, object]]:
-    """What the run says about the method itself."""
-    concentration, prediction = document["error_concentration"], document["risk_prediction"]
-    rows: list[tuple[str, object]] = [
-        (
-            "INT8 error in the worst 12.5 % of channels",
-            f"{100 * concentration['plain']['mean_over_heads']:.1f} %",
-        )
-    ]
-    if "reordered" in concentration:
-        share = concentration["reordered"]["mean_over_heads"]
-        rows.append(("the same, values scaled and reordered", f"{100 * share:.1f} %"))
-    for name, label in (("damp", "risk"), ("error-only", "local error")):
-        rho = prediction.get(name, {}).get("spearman")
-        if rho is not None:
-            rows.append((f"rank correlation of {label} and accumulated error", f"{rho:.3f}"))
-    for name, gap in document["key_order_gap"].items():
-        rows.append((f"J of {name} above channels per value head", f"{100 * gap:.2f} %"))
-    return rows

@@ -99,3 +99,32 @@ def test_nonsense_is_refused_also_by_a_dry_run(
     result = run(tiny_kda, *options, *dry, "--json")
     assert result.exit_code == code, result.output
     assert document(result)["error"]["message"]
+
+
+def test_parts_of_seeds_are_written_merged_and_shown(
+    run: Any, tiny_gdn: Path, tmp_path: Path
+) -> None:
+    common = (tiny_gdn, "--k-hi", 2, "--device", "cpu", "--temperature", 1, "--seeds", 2)
+    for number in (1, 2):
+        folder = tmp_path / f"part-{number}"
+        result = run(*common, "--part", f"{number}/2", "-o", folder, "--json")
+        assert result.exit_code == 0, result.stderr
+        assert document(result)["result"]["part"] == f"{number}/2"
+    merged = [x for n in (1, 2) for x in ("--merge", tmp_path / f"part-{n}")]
+    result = run(*common, *merged, "-o", tmp_path / "whole", "--json")
+    assert result.exit_code == 0, result.stderr
+    found = document(result)["result"]
+    assert found["validation_seeds"] == [0, 1]
+    assert (tmp_path / "whole" / "calibration.json").is_file()
+    result = run(*common, "--part", "1/2")
+    assert result.exit_code == 2
+    assert "needs an output folder" in result.stderr
+
+
+def test_dry_run_tells_draws_and_sequences(run: Any, tiny_kda: Path) -> None:
+    result = run(tiny_kda, "--dry-run", "--seeds", 3, "--sequences", 7, "--greedy", "--json")
+    found = document(result)["result"]
+    assert (found["draws"], found["validation_sequences"], found["prompts"]) == (4, 9, 15)
+    for option, text in (("--seeds", "0"), ("--sequences", "0"), ("--deadline", "-1")):
+        result = run(tiny_kda, "--json", option, text)
+        assert (result.exit_code, option in document(result)["error"]["message"]) == (2, True)
