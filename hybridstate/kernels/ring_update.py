@@ -1,0 +1,285 @@
+"""One decode step with deferred requantisation, in place: the counterpart of `update.packed_step`.
+
+gluon      packed 128 x 128 heads in fragment order on NVIDIA GPUs, one launch
+triton     any dimensions in natural order, one launch
+reference  float64 in torch on any device; synchronises
+
+Ring and packed state belong together: whoever copies, stores or hands over one must take both, or `ring_flush` first.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from hybridstate.errors import MissingRequirement, NumericError
+from hybridstate.kernels import ring_reference
+from hybridstate.kernels.layout import PackedLayout
+from hybridstate.kernels.ring_reference import Ring
+
+Name = Literal["gluon", "triton", "reference"]
+
+OUTPUT_ERROR = 5e-3
+"""Relative RMS a bfloat16 output may have in the self-test; its rounding alone gives 1.7e-3."""
+
+STATE_MARGIN = 1.02
+"""State error allowed in the self-test, as a multiple of the error of storing the exact state."""
+
+
+def ring_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    pool: Tensor,
+    ring: Ring,
+    slots: Tensor,
+    *,
+    layout: PackedLayout,
+    value_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    backend: Name | Literal["auto"] = "auto",
+) -> Tensor:
+    """Read the packed state and the ring, write the output; append to the ring, or rewrite where it is full.
+
+    Args:
+        q, k, v, g, beta, pool, slots, layout, value_scale, out: as in `update.packed_step`. Log decays below -100
+            count as -100; KDA's are rounded to float16, once, on arrival.
+        ring: of this pool, updated in place.
+        backend: force one implementation.
+
+    Returns:
+        o [B, H, V].
+
+    Raises:
+        NumericError: shapes or dtypes do not fit.
+        MissingRequirement: a forced implementation cannot run here.
+    """
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
+    _check(q, k, v, g, beta, pool, ring, slots, out, value_scale, layout)
+    name = choose(str(v.device), layout) if backend == "auto" else backend
+    rows = [x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v)]
+    functions(name, layout)[0](
+        *rows, g.contiguous(), beta.contiguous(), pool, ring, slots, out, value_scale, layout
+    )
+    return out
+
+
+def ring_flush(
+    pool: Tensor,
+    ring: Ring,
+    slots: Tensor,
+    *,
+    layout: PackedLayout,
+    backend: Name | Literal["auto"] = "auto",
+) -> None:
+    """Fold what the rings of some slots hold into their packed states: before a snapshot, checkpoint or hand-over.
+
+    Costs one requantisation, as any rewrite; slots whose ring is empty are left alone, padding (-1) too.
+    """
+    name = choose(str(pool.device), layout) if backend == "auto" else backend
+    functions(name, layout)[1](pool, ring, slots, layout)
+
+
+def functions(name: Name, layout: PackedLayout) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Step and flush behind a name; imports Triton only when asked for.
+
+    Raises:
+        MissingRequirement: it cannot run this layout, or Triton is missing.
+    """
+    if name == "reference":
+        return ring_reference.ring_step, ring_reference.ring_flush
+    module: Any
+    try:
+        if name == "triton" and layout.order == "natural":
+            from hybridstate.kernels import ring_triton as module
+
+            return module.ring_step, module.ring_flush
+        square = (layout.key_dim, layout.value_dim) == (128, 128)
+        if name == "gluon" and layout.order == "fragment" and square:
+            from hybridstate.kernels import gluon_ring as module
+
+            return module.ring_step, module.ring_flush
+    except ImportError as error:
+        raise MissingRequirement(
+            f"the {name} ring kernels need Triton 3.6 or later ({error})",
+            hint="Install triton, or use backend='reference'.",
+        ) from error
+    raise MissingRequirement(
+        f"no {name} ring kernel for layout {layout.layout_id}",
+        hint="Use order='natural' for triton, 128 x 128 in fragment order for gluon.",
+    )
+
+
+@lru_cache(maxsize=64)
+def choose(device: str, layout: PackedLayout) -> Name:
+    """Implementation that `backend="auto"` uses; the first call per device and layout tests it (seconds)."""
+    if not device.startswith("cuda"):
+        return "reference"
+    name: Name = "gluon" if layout.order == "fragment" else "triton"
+    try:
+        step, flush = functions(name, layout)
+        problems = [check(step, flush, device, layout, per_channel=x) for x in (False, True)]
+        return "reference" if any(p["problem"] for p in problems) else name
+    except Exception:  # compilers and drivers raise anything
+        return "reference"
+
+
+def check(
+    step: Callable[..., None],
+    flush: Callable[..., None],
+    device: torch.device | str,
+    layout: PackedLayout,
+    *,
+    per_channel: bool,
+    every: int = 8,
+    key_heads: int = 2,
+    heads: int = 4,
+    batch: int = 5,
+    steps: int = 11,
+    scaled: bool = True,
+    seed: int = 20,
+) -> dict[str, Any]:
+    """Several steps at mixed phases, then a flush, beside `ring_reference` on the CPU.
+
+    The reference is restarted from the tested pool and ring before every step, so that an error shows where it
+    arises and rounding to another INT8 code is not carried on.
+
+    Returns:
+        Largest relative RMS errors: `output` of any step, `state` after any rewrite and `storage`, what storing
+        the exact states gives; `problem`, what is wrong, or None.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    K, V = layout.key_dim, layout.value_dim
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    scale = draw(heads, V).mul(0.3).exp() if scaled else None
+    pool = layout.pack(draw(batch + 1, heads, K, V)).to(device)
+    ring = Ring.empty(
+        batch + 1, key_heads, heads, layout, every, per_channel=per_channel, device=device
+    )
+    slots = torch.randperm(batch + 1, generator=generator)[:batch]
+    ring.start(torch.arange(batch + 1, device=device))
+    slots[1] = -1
+    live = slots >= 0
+    rows = slots[live]
+    worst = {"output": 0.0, "state": 0.0, "storage": 0.0, "entry": 0.0}
+    problem = None
+    for turn in range(steps + 1):
+        before, held = pool.cpu(), _on_cpu(ring)
+        wanted_pool, wanted = before.clone(), _on_cpu(ring)
+        exact_state = layout.unpack(before[rows]).double()
+        if turn == steps:
+            exact = ring_reference.ring_state(exact_state, held, rows)
+            moved = held.phases[rows] > 0
+            flush(pool, ring, slots.to(device), layout)
+            ring_reference.ring_flush(wanted_pool, wanted, slots, layout)
+        else:
+            vectors = [draw(batch, key_heads, K).bfloat16() for _ in range(2)]
+            v = draw(batch, heads, V).bfloat16()
+            g = -0.2 * draw(*((batch, heads, K) if per_channel else (batch, heads))).abs()
+            beta = draw(batch, heads).sigmoid()
+            inputs = [*vectors, v, g, beta]
+            out = torch.full_like(v, float("nan"), device=device)
+            on_device = None if scale is None else scale.to(device)
+            step(
+                *(x.to(device) for x in inputs), pool, ring, slots.to(device), out, on_device, layout
+            )  # fmt: skip
+            expected = torch.empty(v.shape, dtype=torch.float64)
+            doubles = [x.double() for x in inputs]
+            ring_reference.ring_step(
+                *doubles, wanted_pool, wanted, slots, expected, scale, layout
+            )  # fmt: skip
+            found = out.cpu().double()
+            worst["output"] = max(worst["output"], _relative(found[live], expected[live]))
+            if bool((found[~live] != 0).any()):
+                problem = "a padding row is not zero"
+            live_doubles = [x[live] for x in doubles]
+            live_doubles[2] = live_doubles[2] / (1.0 if scale is None else scale.double())
+            _, entry, sums = ring_reference.ring_read(*live_doubles, exact_state, held, rows)
+            exact = ring_reference.ring_state(exact_state, held, rows, entry, sums)
+            moved = held.phases[rows] >= every - 1
+        after = pool.cpu()
+        if not torch.equal(ring.phases.cpu(), wanted.phases):
+            problem = f"phases differ after step {turn}"
+        still = torch.ones(after.shape[:2], dtype=torch.bool)
+        still[rows] = ~moved
+        if not torch.equal(after[still], before[still]):
+            problem = f"a state was written out of turn at step {turn}"
+        if bool(moved.any()):
+            error = _relative(layout.unpack(after[rows][moved]).double(), exact[moved])
+            least = _relative(layout.unpack(layout.pack(exact[moved])).double(), exact[moved])
+            worst["state"] = max(worst["state"], error)
+            worst["storage"] = max(worst["storage"], least)
+            if not error < least * STATE_MARGIN + 1e-6:
+                problem = f"state error {error:.2e} at step {turn}, storage alone gives {least:.2e}"
+        found_ring = _on_cpu(ring)
+        for name in ("keys", "values", "gates"):
+            mine, theirs = getattr(found_ring, name), getattr(wanted, name)
+            worst["entry"] = max(worst["entry"], _relative(mine.double(), theirs.double()))
+    if problem is None and not worst["output"] < OUTPUT_ERROR:
+        problem = f"output error {worst['output']:.1e}, at most {OUTPUT_ERROR:.0e}"
+    if problem is None and not worst["entry"] < OUTPUT_ERROR:
+        problem = f"ring error {worst['entry']:.1e}, at most {OUTPUT_ERROR:.0e}"
+    return {**worst, "problem": problem}
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def _on_cpu(ring: Ring) -> Ring:
+    """A copy that later steps leave alone."""
+    parts = (ring.keys, ring.values, ring.gates, ring.phases)
+    return Ring(*(x.detach().cpu().clone() for x in parts))
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    pool: Tensor,
+    ring: Ring,
+    slots: Tensor,
+    out: Tensor,
+    value_scale: Tensor | None,
+    layout: PackedLayout,
+) -> None:
+    """Refuse what a kernel would read out of bounds or broadcast."""
+    batch, heads, _ = v.shape
+    key_heads, width = q.shape[1], layout.key_dim
+    room, places = ring.every - 1, pool.shape[0]
+    gate = (places, heads, room, width) if g.dim() == 3 else (places, heads, ring.every)
+    expected = {
+        "q": (q, (batch, key_heads, width)),
+        "k": (k, (batch, key_heads, width)),
+        "v": (v, (batch, heads, layout.value_dim)),
+        "g": (g, (batch, heads, width) if g.dim() == 3 else (batch, heads)),
+        "beta": (beta, (batch, heads)),
+        "slots": (slots, (batch,)),
+        "out": (out, (batch, heads, layout.value_dim)),
+        "pool": (pool, (places, heads, layout.head_bytes)),
+        "ring.keys": (ring.keys, (places, key_heads, room, width)),
+        "ring.values": (ring.values, (places, heads, room, layout.value_dim)),
+        "ring.gates": (ring.gates, gate),
+        "ring.phases": (ring.phases, (places, heads)),
+    }
+    if value_scale is not None:
+        expected["value_scale"] = (value_scale, (heads, layout.value_dim))
+    for name, (tensor, shape) in expected.items():
+        if tuple(tensor.shape) != shape:
+            raise NumericError(
+                f"{name} has shape {tuple(tensor.shape)}, expected {shape}",
+                tensor=name,
+                found=list(tensor.shape),
+                expected=list(shape),
+            )
+    if pool.dtype != torch.uint8 or slots.dtype != torch.int64 or not pool[:1].is_contiguous():
+        raise NumericError("pool must be contiguous uint8 and slots int64")
