@@ -26,7 +26,9 @@ _SOURCES: Final = (
     "defaults",
     "kernels.reference",
     "kernels.layout",
+    "kernels.fusion",
     "kernels.triton_update",
+    "kernels.gluon_parts",
     "kernels.gluon_update",
     "kernels.update",
 )
@@ -44,7 +46,9 @@ _SUBSTITUTES: Final = {"Layout": "Layout = PackedLayout\n"}
 _STANDARD: Final = {
     "Callable": "from collections.abc import Callable",
     "dataclass": "from dataclasses import dataclass",
-    "lru_cache": "from functools import lru_cache",
+    "lru_cache": "from functools import lru_cache, partial",
+    "partial": "from functools import lru_cache, partial",
+    "product": "from itertools import product",
     "Final": "from typing import Final, Literal",
     "Literal": "from typing import Final, Literal",
 }

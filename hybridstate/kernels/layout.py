@@ -267,6 +267,11 @@ class DenseLayout:
         name = names.get(self.order, self.order)
         return f"{name}-k{self.key_dim}-v{self.value_dim}-{str(self.dtype).removeprefix('torch.')}"
 
+    def count_saturated(self, state: Tensor) -> Tensor:
+        """How many values exceed FP16 where that is the dtype; 0-dimensional, stays on the device."""
+        bound = FP16_MAX if self.dtype == torch.float16 else float("inf")
+        return (state.abs() > bound).sum()
+
     def pack(self, state: Tensor) -> Tensor:
         """[..., K, V] to a tensor of the same shape and the pool's dtype, in physical order."""
         if self.dtype == torch.float16:
@@ -293,6 +298,10 @@ class DenseLayout:
             flat = packed.reshape(*lead, self.value_dim // self.block, -1)
             packed = _from_fragment(flat, self.key_dim, 2, self.block)
         return packed.to(torch.float32)
+
+
+Layout = PackedLayout | DenseLayout
+"""Any storage of a state in a pool."""
 
 
 def fragment_block(value_dim: int) -> int:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridstate.kernels.fusion import NO_FUSION, StepFusion
 from hybridstate.kernels.layout import DenseLayout, PackedLayout
 
 ROUND = tl.constexpr(
@@ -26,36 +27,92 @@ HALF_MAX = tl.constexpr(65504.0)
 
 
 @triton.jit
-def _vectors(q, k, g, rows, mask, KDA: tl.constexpr):
-    """q, k and decay of some key rows in float32; g points at the head's scalar or at its K values."""
-    qf = tl.load(q + rows, mask, 0.0).to(tl.float32)
-    kf = tl.load(k + rows, mask, 0.0).to(tl.float32)
-    if KDA:
-        a = tl.exp(tl.load(g + rows, mask, 0.0).to(tl.float32))
-    else:
-        a = tl.exp(tl.load(g).to(tl.float32))
-    return qf, kf, a
+def _log_decay(x, rate, bias, GATE: tl.constexpr, LOWER: tl.constexpr):
+    """Log decay from itself (GATE 0), the softplus gate (1) or the safe gate (2); rate = exp(A_log).
+
+    log(1 + t) is t log(w) / (w - 1) with w = 1 + t rounded: right where decays are closest to 1.
+    """
+    if GATE == 1:
+        x = x + bias
+        t = tl.exp(-tl.abs(x))
+        w = 1.0 + t
+        exact = w == 1.0
+        log1p = tl.where(exact, t, tl.log(w) * t / tl.where(exact, 1.0, w - 1.0))
+        x = -rate * (tl.maximum(x, 0.0) + log1p)
+    elif GATE == 2:
+        x = LOWER / (1.0 + tl.exp(-rate * (x + bias)))
+    return x
 
 
 @triton.jit
-def _fragment_offset(rows, cols, VECTOR: tl.constexpr):
-    """Element offset of (key row, value column) in fragment order; VECTOR columns share 16 bytes."""
-    i = cols % 16
-    lane = 4 * (cols // 16)[:, None] + ((rows % 16) // 4)[None, :]
+def _strength(x, LOGIT: tl.constexpr):
+    """LOGIT * sigmoid(x), or x itself where LOGIT is 0."""
+    if LOGIT > 0:
+        x = LOGIT / (1.0 + tl.exp(-x))
+    return x
+
+
+@triton.jit
+def _vectors(
+    q, k, g, a_log, dt_bias, key_index, rows, mask,
+    KDA: tl.constexpr, GATE: tl.constexpr, LOWER: tl.constexpr, INDEXED: tl.constexpr,
+):  # fmt: skip
+    """q, k and decay of some key rows in float32; g and dt_bias point at the head's scalar or its K values."""
+    channels = rows
+    if INDEXED:
+        channels = tl.load(key_index + rows, mask, 0).to(tl.int32)
+    qf = tl.load(q + channels, mask, 0.0).to(tl.float32)
+    kf = tl.load(k + channels, mask, 0.0).to(tl.float32)
+    rate = 0.0
+    bias = 0.0
+    if GATE > 0:
+        rate = tl.exp(tl.load(a_log))
+    if KDA:
+        if GATE > 0:
+            bias = tl.load(dt_bias + channels, mask, 0.0)
+        x = tl.load(g + channels, mask, 0.0).to(tl.float32)
+    else:
+        if GATE > 0:
+            bias = tl.load(dt_bias)
+        x = tl.load(g).to(tl.float32)
+    return qf, kf, tl.exp(_log_decay(x, rate, bias, GATE, LOWER))
+
+
+@triton.jit
+def _to_half(x, live, saturated, COUNTED: tl.constexpr):
+    """float32 to float16, saturating at 65,504; clipped live values are counted, a NaN stays one."""
+    if COUNTED:
+        count = tl.sum(tl.sum(((tl.abs(x) > HALF_MAX) & live).to(tl.int32), 1), 0)
+        if count > 0:
+            tl.atomic_add(saturated, count)
+    x = tl.where(x > HALF_MAX, HALF_MAX, tl.where(x < -HALF_MAX, -HALF_MAX, x))
+    return x.to(tl.float16)
+
+
+@triton.jit
+def _fragment_offset(rows, cols, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
+    """Element offset of (key row, column of a block) in fragment order; VECTOR columns share 16 bytes."""
+    I: tl.constexpr = BLOCK // 8
+    i = cols % I
+    lane = 4 * (cols // I)[:, None] + ((rows % 16) // 4)[None, :]
     vector = (i // VECTOR * (128 * VECTOR) + i % VECTOR * 4)[:, None]
-    return (rows // 16 * 2048 + rows % 4)[None, :] + vector + lane * (4 * VECTOR)
+    return (rows // 16 * (16 * BLOCK) + rows % 4)[None, :] + vector + lane * (4 * VECTOR)
 
 
 @triton.jit
 def packed_kernel(
-    q, k, v, g, beta, pool, value_scale, slots, out,
-    q_batch, q_head, k_batch, k_head, v_batch, v_head, out_batch, out_head, slot_bytes,
+    q, k, v, g, beta, pool, value_scale, slots, out, a_log, dt_bias, key_index, saturated,
+    q_batch, q_head, k_batch, k_head, v_batch, v_head, out_batch, out_head,
+    g_batch, beta_batch, slot_bytes,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KHI: tl.constexpr,
-    GROUP: tl.constexpr, HEAD_BYTES: tl.constexpr, FRAGMENT: tl.constexpr, KDA: tl.constexpr,
-    SCALED: tl.constexpr, GP: tl.constexpr, HP: tl.constexpr, LP: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_BYTES: tl.constexpr, BLOCK: tl.constexpr, KDA: tl.constexpr,
+    SCALED: tl.constexpr, GATE: tl.constexpr, LOWER: tl.constexpr, LOGIT: tl.constexpr,
+    INDEXED: tl.constexpr, COUNTED: tl.constexpr, GP: tl.constexpr, HP: tl.constexpr, LP: tl.constexpr,
 ):  # fmt: skip
-    """Grid: batch * H * groups. GP, HP, LP: group, FP16 rows, INT8 rows, rounded up to powers of two."""
+    """Grid: batch * H * groups. BLOCK: columns of a block in fragment order, 0 in natural order. GP, HP, LP:
+    group, FP16 rows, INT8 rows, rounded up to powers of two. GATE, LOWER, LOGIT: fusion.py."""
     KLO: tl.constexpr = K - KHI
+    FRAGMENT: tl.constexpr = BLOCK > 0
     G: tl.constexpr = (V + GROUP - 1) // GROUP
     group = tl.program_id(0) % G
     bh = tl.program_id(0) // G
@@ -70,20 +127,26 @@ def packed_kernel(
         tl.store(p_out, tl.zeros([GP], out.dtype.element_ty), live)
         return
     head = pool + slot * slot_bytes + h * HEAD_BYTES
+    place = cols
     if FRAGMENT:
+        head += group * GROUP // BLOCK * (HEAD_BYTES * BLOCK // V)
+        place = cols % BLOCK
         p_hi = head.to(tl.pointer_type(tl.float16))
-        p_lo = (head + KHI * V * 2).to(tl.pointer_type(tl.int8))
-        p_scale = (head + KHI * V * 2 + KLO * V).to(tl.pointer_type(tl.float32))
+        p_lo = (head + KHI * BLOCK * 2).to(tl.pointer_type(tl.int8))
+        p_scale = (head + KHI * BLOCK * 2 + KLO * BLOCK).to(tl.pointer_type(tl.float32))
     else:
         p_scale = head.to(tl.pointer_type(tl.float32))
         p_hi = (head + KLO * G * 4).to(tl.pointer_type(tl.float16))
         p_lo = (head + KLO * G * 4 + KHI * V * 2).to(tl.pointer_type(tl.int8))
     q += b * q_batch + h // (H // HK) * q_head
     k += b * k_batch + h // (H // HK) * k_head
-    g += bh.to(tl.int64) * K if KDA else bh
+    g += b * g_batch + (h * K if KDA else h)
+    dt_bias += h * K if KDA else h
+    a_log += h
+    key_index += h * K
     value = tl.load(v + b * v_batch + h * v_head + cols, live, 0.0).to(tl.float32)
     c = tl.load(value_scale + h * V + cols, live, 1.0) if SCALED else 1.0
-    strength = tl.load(beta + bh).to(tl.float32)
+    strength = _strength(tl.load(beta + b * beta_batch + h).to(tl.float32), LOGIT)
 
     qq = 0.0
     kk = 0.0
@@ -93,11 +156,16 @@ def packed_kernel(
     if KHI > 0:
         u = tl.arange(0, HP)
         in_hi = u < KHI
-        q_hi, k_hi, a_hi = _vectors(q, k, g, u, in_hi, KDA)
+        q_hi, k_hi, a_hi = _vectors(
+            q, k, g, a_log, dt_bias, key_index, u, in_hi, KDA, GATE, LOWER, INDEXED
+        )
         qq += tl.sum(q_hi * q_hi)
         kk += tl.sum(k_hi * k_hi)
         kq += tl.sum(k_hi * q_hi)
-        at_hi = _fragment_offset(u, cols, 2) if FRAGMENT else cols[:, None] * KHI + u[None, :]
+        if FRAGMENT:
+            at_hi = _fragment_offset(u, place, 2, BLOCK)
+        else:
+            at_hi = cols[:, None] * KHI + u[None, :]
         tile_hi = live[:, None] & in_hi[None, :]
         s_hi = tl.load(p_hi + at_hi, tile_hi, 0.0).to(tl.float32)
         k_read += tl.sum(s_hi * (k_hi * a_hi)[None, :], 1)
@@ -105,12 +173,18 @@ def packed_kernel(
     if KLO > 0:
         w = tl.arange(0, LP)
         in_lo = w < KLO
-        q_lo, k_lo, a_lo = _vectors(q + KHI, k + KHI, g + (KHI if KDA else 0), w, in_lo, KDA)
+        q_lo, k_lo, a_lo = _vectors(
+            q, k, g, a_log, dt_bias, key_index, KHI + w, in_lo, KDA, GATE, LOWER, INDEXED
+        )
         qq += tl.sum(q_lo * q_lo)
         kk += tl.sum(k_lo * k_lo)
         kq += tl.sum(k_lo * q_lo)
-        at_lo = _fragment_offset(w, cols, 4) if FRAGMENT else cols[:, None] * KLO + w[None, :]
-        at_scale = w // 16 * 64 + group * 16 + w % 16 if FRAGMENT else group * KLO + w
+        if FRAGMENT:
+            at_lo = _fragment_offset(w, place, 4, BLOCK)
+            at_scale = w // 16 * (BLOCK // 2) + group * GROUP % BLOCK // 2 + w % 16
+        else:
+            at_lo = cols[:, None] * KLO + w[None, :]
+            at_scale = group * KLO + w
         tile_lo = live[:, None] & in_lo[None, :]
         scale = tl.load(p_scale + at_scale, in_lo, 0.0) * a_lo
         codes = tl.load(p_lo + at_lo, tile_lo, -128 if FRAGMENT else 0)
@@ -128,8 +202,7 @@ def packed_kernel(
     step = delta * kn
     if KHI > 0:
         t_hi = s_hi * (a_hi[None, :] if KDA else a_hi) + step[:, None] * k_hi[None, :]
-        t_hi = tl.minimum(tl.maximum(t_hi, -HALF_MAX), HALF_MAX)
-        tl.store(p_hi + at_hi, t_hi.to(tl.float16), tile_hi)
+        tl.store(p_hi + at_hi, _to_half(t_hi, tile_hi, saturated, COUNTED), tile_hi)
     if KLO > 0:
         # Reading the codes again is cheaper than keeping their float32 copies in registers (they are in L1).
         codes = tl.load(p_lo + at_lo, tile_lo, -128 if FRAGMENT else 0)
@@ -142,16 +215,20 @@ def packed_kernel(
         rounded = (t_lo * inverse[None, :] + ROUND).to(tl.int32, bitcast=True).to(tl.int8)
         if FRAGMENT:
             rounded = rounded ^ -128
-        tl.store(p_scale + at_scale, tl.where(usable, largest / 127.0, 0.0), in_lo)
+        # A delta that is not finite poisons its group's scales: NaN is never requantised into numbers.
+        poison = tl.sum(step * 0.0, 0)
+        tl.store(p_scale + at_scale, tl.where(usable, largest / 127.0, 0.0) + poison, in_lo)
         tl.store(p_lo + at_lo, rounded, tile_lo)
 
 
 @triton.jit
 def dense_kernel(
-    q, k, v, g, beta, pool, value_scale, slots, out,
-    q_batch, q_head, k_batch, k_head, v_batch, v_head, out_batch, out_head, slot_values,
-    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    KDA: tl.constexpr, SCALED: tl.constexpr, BV: tl.constexpr, KP: tl.constexpr,
+    q, k, v, g, beta, pool, value_scale, slots, out, a_log, dt_bias, key_index, saturated,
+    q_batch, q_head, k_batch, k_head, v_batch, v_head, out_batch, out_head,
+    g_batch, beta_batch, slot_values,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KDA: tl.constexpr,
+    SCALED: tl.constexpr, GATE: tl.constexpr, LOWER: tl.constexpr, LOGIT: tl.constexpr,
+    INDEXED: tl.constexpr, COUNTED: tl.constexpr, BV: tl.constexpr, KP: tl.constexpr,
     TILE: tl.constexpr, S_TILE: tl.constexpr, S_ROW: tl.constexpr, S_COL: tl.constexpr,
 ):  # fmt: skip
     """Grid: batch * H * ceil(V / BV). Value (u, v) of a head lies at v // TILE * S_TILE + u * S_ROW
@@ -175,11 +252,14 @@ def dense_kernel(
     state = tl.load(p_state, tile, 0.0).to(tl.float32)
     q += b * q_batch + h // (H // HK) * q_head
     k += b * k_batch + h // (H // HK) * k_head
-    g += bh.to(tl.int64) * K if KDA else bh
-    q_rows, k_rows, a = _vectors(q, k, g, u, rows, KDA)
+    g += b * g_batch + (h * K if KDA else h)
+    dt_bias += h * K if KDA else h
+    q_rows, k_rows, a = _vectors(
+        q, k, g, a_log + h, dt_bias, key_index + h * K, u, rows, KDA, GATE, LOWER, INDEXED
+    )
     value = tl.load(v + b * v_batch + h * v_head + cols, live, 0.0).to(tl.float32)
     c = tl.load(value_scale + h * V + cols, live, 1.0) if SCALED else 1.0
-    strength = tl.load(beta + bh).to(tl.float32)
+    strength = _strength(tl.load(beta + b * beta_batch + h).to(tl.float32), LOGIT)
     q_rows = q_rows * (tl.rsqrt(tl.sum(q_rows * q_rows) + 1e-6) * (K**-0.5))
     k_rows = k_rows * tl.rsqrt(tl.sum(k_rows * k_rows) + 1e-6)
     state = state * (a[:, None] if KDA else a)
@@ -188,8 +268,26 @@ def dense_kernel(
     o = tl.sum(state * q_rows[:, None], 0) * c
     tl.store(p_out, o.to(out.dtype.element_ty), live)
     if pool.dtype.element_ty == tl.float16:
-        state = tl.minimum(tl.maximum(state, -HALF_MAX), HALF_MAX)
-    tl.store(p_state, state.to(pool.dtype.element_ty), tile)
+        tl.store(p_state, _to_half(state, tile, saturated, COUNTED), tile)
+    else:
+        tl.store(p_state, state.to(pool.dtype.element_ty), tile)
+
+
+def _pointers(fusion: StepFusion, absent: Tensor) -> list[Tensor]:
+    """The optional tensors in the kernels' order; `absent` stands for those that are not read."""
+    found = (fusion.a_log, fusion.dt_bias, fusion.key_index, fusion.saturated)
+    return [absent if x is None else x for x in found]
+
+
+def _constants(fusion: StepFusion) -> dict[str, int | float | bool]:
+    """The kernels' constants that say which of them count."""
+    return {
+        "GATE": fusion.gate,
+        "LOWER": fusion.lower_bound or 0.0,
+        "LOGIT": fusion.beta_scale or 0.0,
+        "INDEXED": fusion.key_index is not None,
+        "COUNTED": fusion.saturated is not None,
+    }
 
 
 def _strides(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> tuple[int, ...]:
@@ -199,6 +297,7 @@ def _strides(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> tuple[int, ...]:
 def packed_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pool: Tensor, slots: Tensor,
     out: Tensor, value_scale: Tensor | None, layout: PackedLayout,
+    fusion: StepFusion = NO_FUSION,
 ) -> None:  # fmt: skip
     """Launch `packed_kernel`; arguments as in `update.packed_step`, already checked.
 
@@ -209,10 +308,12 @@ def packed_step(
     power = triton.next_power_of_2
     packed_kernel[(batch * heads * layout.groups,)](
         q, k, v, g, beta, pool, out if value_scale is None else value_scale, slots, out,
-        *_strides(q, k, v, out), pool.stride(0),
+        *_pointers(fusion, out), *_strides(q, k, v, out),
+        g.stride(0), beta.stride(0), pool.stride(0),
         H=heads, HK=q.shape[1], K=layout.key_dim, V=value_dim, KHI=layout.k_hi,
-        GROUP=layout.group, HEAD_BYTES=layout.head_bytes, FRAGMENT=layout.order == "fragment",
-        KDA=g.dim() == 3, SCALED=value_scale is not None,
+        GROUP=layout.group, HEAD_BYTES=layout.head_bytes,
+        BLOCK=layout.block if layout.order == "fragment" else 0,
+        KDA=g.dim() == 3, SCALED=value_scale is not None, **_constants(fusion),
         GP=power(min(layout.group, value_dim)), HP=power(max(layout.k_hi, 1)),
         LP=power(max(layout.rows_lo, 1)), num_warps=2 if layout.order == "fragment" else 1,
     )  # fmt: skip
@@ -220,8 +321,8 @@ def packed_step(
 
 def dense_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pool: Tensor, slots: Tensor,
-    out: Tensor, value_scale: Tensor | None, layout: DenseLayout, *,
-    columns: int | None = None, warps: int = 1,
+    out: Tensor, value_scale: Tensor | None, layout: DenseLayout,
+    fusion: StepFusion = NO_FUSION, *, columns: int | None = None, warps: int = 1,
 ) -> None:  # fmt: skip
     """Launch `dense_kernel`; `columns` per program default to a 32-byte sector of the pool."""
     batch, heads, value_dim = v.shape
@@ -229,9 +330,10 @@ def dense_step(
     tile, row, col = layout.strides
     dense_kernel[(batch * heads * triton.cdiv(value_dim, block),)](
         q, k, v, g, beta, pool, out if value_scale is None else value_scale, slots, out,
-        *_strides(q, k, v, out), pool.stride(0),
+        *_pointers(fusion, out), *_strides(q, k, v, out),
+        g.stride(0), beta.stride(0), pool.stride(0),
         H=heads, HK=q.shape[1], K=layout.key_dim, V=value_dim, KDA=g.dim() == 3,
-        SCALED=value_scale is not None, BV=block, KP=triton.next_power_of_2(layout.key_dim),
+        SCALED=value_scale is not None, **_constants(fusion), BV=block, KP=triton.next_power_of_2(layout.key_dim),
         TILE=layout.tile, S_TILE=tile, S_ROW=row, S_COL=col, num_warps=warps,
     )  # fmt: skip
 

@@ -1,6 +1,7 @@
 """One decode step on pooled states, in place: the fastest implementation that passes its own test here.
 
-gluon      the matrix-instruction kernel for packed 128 x 128 heads on NVIDIA GPUs, one launch
+gluon      the matrix-instruction kernel for pools in fragment order on NVIDIA GPUs, one launch; the number of
+           heads in the batch decides how many value columns a warp takes
 triton     plain kernels for any dimensions and for dense pools, one launch
 reference  plain torch on any device; synchronises, so it cannot be captured in a CUDA graph
 
@@ -11,7 +12,8 @@ and no state is touched. Two live rows of a batch must not share a slot.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import product
 from typing import Literal
 
 import torch
@@ -19,11 +21,11 @@ from torch import Tensor
 
 from hybridstate.defaults import GROUP
 from hybridstate.errors import MissingRequirement, NumericError
-from hybridstate.kernels.layout import DenseLayout, PackedLayout
+from hybridstate.kernels.fusion import NO_FUSION, StepFusion
+from hybridstate.kernels.layout import DenseLayout, Layout, PackedLayout
 from hybridstate.kernels.reference import recurrent_step
 
 Name = Literal["gluon", "triton", "reference"]
-Layout = PackedLayout | DenseLayout
 
 OUTPUT_ERROR = 5e-3
 """Relative RMS a bfloat16 output may have in the self-test; its rounding alone gives 1.7e-3."""
@@ -75,6 +77,7 @@ def packed_step(
     *,
     layout: PackedLayout,
     value_scale: Tensor | None = None,
+    fusion: StepFusion = NO_FUSION,
     out: Tensor | None = None,
     backend: Name | Literal["auto"] = "auto",
 ) -> Tensor:
@@ -85,12 +88,13 @@ def packed_step(
     Args:
         q, k: [B, Hk, K], before normalisation, any float dtype.
         v: [B, H, V].
-        g: log decay [B, H] or [B, H, K].
-        beta: [B, H].
+        g: log decay [B, H] or [B, H, K]; the raw gate input where `fusion` says so.
+        beta: [B, H], likewise.
         pool: uint8 [P, H, layout.head_bytes], updated in place.
         slots: int64 [B], -1 for padding.
         layout: how the pool is laid out.
         value_scale: c, float32 [H, V], or None for ones.
+        fusion: gates from raw projections, a key order per value head, a counter of clipped values.
         out: [B, H, V] to write to; allocated in the dtype of `v` when None.
         backend: force one implementation.
 
@@ -108,7 +112,7 @@ def packed_step(
             found=list(pool.shape),
             expected=["slots", *expected],
         )
-    return _step(q, k, v, g, beta, pool, slots, layout, value_scale, out, backend)
+    return _step(q, k, v, g, beta, pool, slots, layout, value_scale, fusion, out, backend)
 
 
 def dense_step(
@@ -122,6 +126,7 @@ def dense_step(
     *,
     layout: DenseLayout | None = None,
     value_scale: Tensor | None = None,
+    fusion: StepFusion = NO_FUSION,
     out: Tensor | None = None,
     backend: Name | Literal["auto"] = "auto",
 ) -> Tensor:
@@ -137,7 +142,7 @@ def dense_step(
             found=list(pool.shape),
             expected=["slots", *expected],
         )
-    return _step(q, k, v, g, beta, pool, slots, layout, value_scale, out, backend)
+    return _step(q, k, v, g, beta, pool, slots, layout, value_scale, fusion, out, backend)
 
 
 def _step(
@@ -150,11 +155,14 @@ def _step(
     slots: Tensor,
     layout: Layout,
     value_scale: Tensor | None,
+    fusion: StepFusion,
     out: Tensor | None,
     name: Name | Literal["auto"],
 ) -> Tensor:
     """Check, choose, run."""
     _check(q, k, v, g, beta, pool, slots, layout, value_scale)
+    if fusion is not NO_FUSION:
+        fusion.check(v.shape[1], layout.key_dim, per_channel=g.dim() == 3)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
     if out.shape != v.shape or _inner_contiguous(out) is not out:
         raise NumericError(
@@ -162,10 +170,8 @@ def _step(
         )
     if name == "auto":
         name = _choose(_canonical(v.device), layout).name
-    rows = [_inner_contiguous(x) for x in (q, k, v)]
-    runner(name, layout)(
-        *rows, g.contiguous(), beta.contiguous(), pool, slots, out, value_scale, layout
-    )
+    rows = [_inner_contiguous(x) for x in (q, k, v, g, beta)]
+    runner(name, layout)(*rows, pool, slots, out, value_scale, layout, fusion)
     return out
 
 
@@ -179,7 +185,7 @@ def runner(name: Name, layout: Layout) -> Callable[..., None]:
             from hybridstate.kernels import triton_update
 
             return triton_update.packed_step if packed else triton_update.dense_step
-        if packed and layout.order == "fragment":
+        if layout.order == "fragment":
             from hybridstate.kernels import gluon_update
 
             return gluon_update.packed_step
@@ -204,14 +210,18 @@ def _reference_step(
     out: Tensor,
     value_scale: Tensor | None,
     layout: Layout,
+    fusion: StepFusion = NO_FUSION,
 ) -> None:
     """Unpack the batch's states, step, pack: what the kernels are compared with."""
     live = slots >= 0
     rows = slots[live]
     state = layout.unpack(pool[rows])
     scale = 1.0 if value_scale is None else value_scale.unsqueeze(-2)
-    o, state = recurrent_step(q[live], k[live], v[live], g[live], beta[live], state * scale)
+    q, k, g, beta = fusion.derive(q[live], k[live], g[live], beta[live])
+    o, state = recurrent_step(q, k, v[live], g, beta, state * scale)
     pool[rows] = layout.pack(state / scale)
+    if fusion.saturated is not None:
+        fusion.saturated.add_(layout.count_saturated(state / scale).to(torch.int32))
     out.zero_()
     out[live] = o.to(out.dtype)
 
@@ -222,9 +232,11 @@ def _choose(device: str, layout: Layout) -> Choice:
     if not device.startswith("cuda"):
         return Choice("reference", f"reference: no kernel runs on {device}")
     candidates: list[Name] = ["triton"]
-    if isinstance(layout, PackedLayout) and layout.order == "fragment":
-        candidates.insert(0, "gluon")
     failures: list[str] = []
+    if layout.order == "fragment":
+        candidates = ["gluon", "triton"] if isinstance(layout, PackedLayout) else ["gluon"]
+    elif isinstance(layout, PackedLayout):
+        failures = [f"gluon: {layout.fragment_obstacle or 'the pool is in natural order'}"]
     for name in candidates:
         try:
             problem = self_test(name, torch.device(device), layout)
@@ -254,15 +266,23 @@ class StepCheck:
 
 
 def self_test(name: Name, device: torch.device, layout: Layout) -> str | None:
-    """One small step of GDN and of KDA against float64.
+    """Small steps of GDN and of KDA, with gates given and fused and at every width of a warp, against float64.
 
     Returns:
         None when output and state are right, otherwise what was wrong.
     """
-    for per_channel, key_heads in ((False, 1), (True, 2)):
-        found = check_step(name, device, layout, per_channel=per_channel, key_heads=key_heads)
+    for number, (per_channel, fused) in enumerate(product((False, True), (False, True))):
+        step = runner(name, layout)
+        if name == "gluon":
+            widths = [w for w in (128, 64, 32) if w <= layout.block]
+            step = partial(step, columns=widths[number % len(widths)])
+        heads = 1 + per_channel
+        found = check_step(
+            name, device, layout, per_channel=per_channel, key_heads=heads, fused=fused, step=step
+        )
         if found.problem is not None:
-            return f"{'KDA' if per_channel else 'GDN'} step is wrong: {found.problem}"
+            gate = f"{'KDA' if per_channel else 'GDN'}{' from raw projections' * fused}"
+            return f"{gate} step is wrong: {found.problem}"
     return None
 
 
@@ -276,6 +296,7 @@ def check_step(
     heads: int = 2,
     batch: int = 3,
     scaled: bool = True,
+    fused: bool = False,
     seed: int = 20,
     step: Callable[..., None] | None = None,
 ) -> StepCheck:
@@ -286,6 +307,7 @@ def check_step(
         per_channel: KDA rather than GDN.
         key_heads, heads, batch: shape of the step.
         scaled: with a value scale.
+        fused: `g` and `beta` are raw, with the safe gate and a key index for KDA and softplus for GDN.
         seed: of the inputs.
         step: function to test instead of the named one, with the same arguments.
     """
@@ -298,7 +320,22 @@ def check_step(
     q, k = (draw(batch, key_heads, key_dim).bfloat16() for _ in range(2))
     v = draw(batch, heads, value_dim).bfloat16()
     g = -draw(*((batch, heads, key_dim) if per_channel else (batch, heads))).abs() * 0.2
-    beta = draw(batch, heads).sigmoid()
+    beta = draw(batch, heads) if fused else draw(batch, heads).sigmoid()
+    fusion, there = NO_FUSION, NO_FUSION
+    if fused:
+        index = torch.stack([torch.randperm(key_dim, generator=generator) for _ in range(heads)])
+        index = index.to(torch.uint8)
+        a_log, dt_bias = draw(heads), draw(*g.shape[1:])
+        fusion, there = (
+            StepFusion(
+                a_log=a_log.to(where),
+                dt_bias=dt_bias.to(where),
+                lower_bound=-5.0 if per_channel else None,
+                beta_scale=2.0,
+                key_index=index.to(where) if per_channel else None,
+            )
+            for where in (torch.device("cpu"), device)
+        )
     scale = draw(heads, value_dim).exp() if scaled else torch.ones(heads, value_dim)
     pool = layout.pack(draw(batch + 1, heads, key_dim, value_dim))
     slots = torch.randperm(batch + 1, generator=generator)[:batch]
@@ -306,7 +343,10 @@ def check_step(
         slots[1] = -1
     on_device = [x.to(device) for x in (q, k, v, g, beta, pool.clone(), slots)]
     out = torch.full_like(on_device[2], float("nan"))
-    (step or runner(name, layout))(*on_device, out, scale.to(device) if scaled else None, layout)
+    (step or runner(name, layout))(
+        *on_device, out, scale.to(device) if scaled else None, layout, there
+    )
+    q, k, g, beta = fusion.derive(q.double(), k.double(), g.double(), beta.double())
     return _compare((q, k, v, g, beta), slots, scale, pool, on_device[5].cpu(), out.cpu(), layout)
 
 
@@ -390,7 +430,7 @@ def _check(
 
 def _inner_contiguous(x: Tensor) -> Tensor:
     """Batch rows may lie apart (views of one fused projection); heads inside a row may not."""
-    if x.stride(2) == 1 and x.stride(1) == x.shape[2]:
+    if x.stride(-1) == 1 and (x.dim() == 2 or x.stride(1) == x.shape[2]):
         return x
     return x.contiguous()
 

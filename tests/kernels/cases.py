@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridstate.kernels.fusion import StepFusion
 from hybridstate.kernels.layout import DenseLayout, PackedLayout
 from hybridstate.kernels.reference import recurrent_step
 from tests.tolerances import assert_within, relative_rms
@@ -119,6 +120,22 @@ def draw(case: Case, seed: int = 1) -> Inputs:
         pool=case.layout.pack(stored),
         slots=slots,
         value_scale=value_scale,
+    )
+
+
+def fused(case: Case, device: torch.device | str = "cpu", seed: int = 2) -> StepFusion:
+    """Raw projections: softplus for GDN; safe gate and a key order per value head for KDA; a counter."""
+    generator = torch.Generator().manual_seed(seed)
+    K, H = case.layout.key_dim, case.heads
+    kda = case.kind == "kda"
+    orders = torch.stack([torch.randperm(K, generator=generator) for _ in range(H)])
+    return StepFusion(
+        a_log=torch.randn(H, generator=generator).to(device),
+        dt_bias=torch.randn((H, K) if kda else (H,), generator=generator).to(device),
+        lower_bound=-5.0 if kda else None,
+        beta_scale=2.0 if kda else 1.0,
+        key_index=orders.to(torch.uint8).to(device) if kda else None,
+        saturated=torch.zeros(1, dtype=torch.int32, device=device),
     )
 
 

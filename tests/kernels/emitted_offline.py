@@ -8,7 +8,7 @@ from typing import Any
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from tests.kernels.compile_offline import compile_one
+from tests.kernels.compile_offline import MATRIX, NATURAL, PLAIN, compile_one
 
 
 def load(path: Path) -> Any:
@@ -26,15 +26,12 @@ def main() -> int:
     """Both kernels of a 128 x 128 module; exit code 1 if one spills."""
     module = load(Path(sys.argv[1]))
     layout = module.LAYOUT
-    heads = {"H": module.HEADS, "HK": module.KEY_HEADS, "KDA": module.PER_CHANNEL, "SCALED": True}
-    plain = {
-        "K": 128, "V": 128, "KHI": layout.k_hi, "GROUP": 32, "HEAD_BYTES": layout.head_bytes,
-        "FRAGMENT": False, "GP": 32, "HP": 16, "LP": 128,
-    }  # fmt: skip
-    high = {"HIGH": layout.k_hi // 16}
+    heads = PLAIN | {"H": module.HEADS, "HK": module.KEY_HEADS, "KDA": module.PER_CHANNEL}
+    plain = heads | NATURAL | {"KHI": layout.k_hi, "HEAD_BYTES": layout.head_bytes}
+    matrix = heads | MATRIX | {"HIGH": layout.k_hi // 16}
     fine = [
-        compile_one(GluonASTSource, module.gluon_packed_kernel, heads | high),
-        compile_one(ASTSource, module.triton_packed_kernel, heads | plain),
+        compile_one(GluonASTSource, module.gluon_packed_kernel, matrix),
+        compile_one(ASTSource, module.triton_packed_kernel, plain),
     ]
     return 0 if all(fine) else 1
 

@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from hybridstate.errors import NumericError
-from hybridstate.kernels import emit, gluon_update, layout, reference, triton_update, update
+from hybridstate.kernels import (
+    emit,
+    fusion,
+    gluon_parts,
+    gluon_update,
+    layout,
+    reference,
+    triton_update,
+    update,
+)
 from hybridstate.kernels.emit import MODULE_FILE, StepSpec
 from hybridstate.kernels.layout import PackedLayout
 from tests.kernels.cases import Case, draw
@@ -22,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 OWN = {"runner", "key_index", "allocate", "store", "load", "decode_step", "check", "main"}
 OWN |= {"_check_packing", "NumericError", "MissingRequirement"}
 """Definitions that only the module has: its entry points and its two errors."""
-SOURCES = (update, reference, layout, triton_update, gluon_update)
+SOURCES = (update, reference, layout, fusion, triton_update, gluon_parts, gluon_update)
 
 PLANS = {
     "gdn": StepSpec(PackedLayout(128, 128, 16), 2, 4, per_channel=False, model="some-gdn"),

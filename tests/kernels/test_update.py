@@ -10,7 +10,8 @@ import torch
 
 from hybridstate.errors import MissingRequirement, NumericError
 from hybridstate.kernels import update
-from hybridstate.kernels.layout import DenseLayout, PackedLayout
+from hybridstate.kernels.fusion import StepFusion
+from hybridstate.kernels.layout import DenseLayout, Layout, PackedLayout
 from hybridstate.kernels.update import (
     backend,
     backend_reason,
@@ -19,7 +20,7 @@ from hybridstate.kernels.update import (
     preferred_layout,
     self_test,
 )
-from tests.kernels.cases import DENSE, PUBLISHED, SMALL, Case, check, draw, exact_step
+from tests.kernels.cases import DENSE, PUBLISHED, SMALL, Case, check, draw, exact_step, fused
 from tests.tolerances import relative_rms
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -86,6 +87,88 @@ def test_a_cpu_runs_the_reference_and_says_so() -> None:
     assert preferred_layout("cpu", 128, 128, 16) == layout
 
 
+FUSED_LAYOUTS = [
+    PackedLayout(24, 40, 16),
+    PackedLayout(64, 96, 16),
+    DenseLayout(12, 20),
+    DenseLayout(24, 40, torch.float16, "tiles"),
+]
+
+
+@pytest.mark.parametrize("name", ["reference", pytest.param("triton", marks=interpreter)])
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+@pytest.mark.parametrize("layout", FUSED_LAYOUTS, ids=lambda x: x.layout_id)
+def test_gates_and_key_order_derived_in_the_step(layout: Layout, kind: str, name: str) -> None:
+    """Softplus for GDN; safe gate and key index for KDA; strided raw projections; clipped values counted."""
+    case = Case("fused", layout, kind, key_heads=1, heads=2, padding=True)
+    inputs, fusion = draw(case), fused(case)
+    raw = torch.randn(case.batch, 2 * inputs.g[0].numel() + 2)
+    g = raw[:, : inputs.g[0].numel()].view(inputs.g.shape)
+    beta = raw[:, -2:]
+    arguments = inputs.on("cpu") | {"g": g, "beta": beta}
+    out = torch.empty_like(inputs.v)
+    step = packed_step if isinstance(layout, PackedLayout) else dense_step
+    step(**arguments, layout=layout, fusion=fusion, out=out, backend=name)
+    inputs.q, inputs.k, inputs.g, inputs.beta = fusion.derive(
+        inputs.q.double(), inputs.k.double(), g.double(), beta.double()
+    )
+    check(case, inputs, out, arguments["pool"], "kernel-f32")
+    assert fusion.saturated is not None
+    assert int(fusion.saturated) == 0
+
+
+@pytest.mark.parametrize("name", ["reference", pytest.param("triton", marks=interpreter)])
+def test_clipped_values_of_fp16_rows_are_counted(name: str) -> None:
+    case = Case("huge", PackedLayout(24, 40, 16), "gdn", key_heads=1, heads=2)
+    inputs = draw(case)
+    inputs.v *= 1e7
+    counter = torch.tensor([5], dtype=torch.int32)
+    arguments = inputs.on("cpu")
+    packed_step(**arguments, layout=case.layout, fusion=StepFusion(saturated=counter), backend=name)  # type: ignore[arg-type]
+    _, exact = exact_step(case, inputs)
+    found = case.layout.unpack(arguments["pool"][inputs.slots])[..., :16, :]
+    assert found.abs().max() == 65504.0
+    assert int(counter) == 5 + int((exact[..., :16, :].abs() > 65504.0).sum())
+
+
+@interpreter
+@pytest.mark.parametrize("k_hi", [0, 16])
+def test_a_nan_stays_one_and_in_its_slot(k_hi: int) -> None:
+    case = Case("nan", PackedLayout(24, 40, k_hi), "kda", batch=3)
+    inputs = draw(case)
+    sick, well = inputs.on("cpu"), inputs.on("cpu")
+    sick["v"][1, 0, 3] = float("nan")
+    o = packed_step(**sick, layout=case.layout, backend="triton")  # type: ignore[arg-type]
+    expected = packed_step(**well, layout=case.layout, backend="triton")  # type: ignore[arg-type]
+    assert o[1, 0, 3].isnan()
+    same = torch.ones(3, 2, dtype=torch.bool)
+    same[1, 0] = False
+    assert torch.equal(o[same], expected[same])
+    slot = int(inputs.slots[1])
+    others = [i for i in range(sick["pool"].shape[0]) if i != slot]
+    assert torch.equal(sick["pool"][others], well["pool"][others])
+    assert torch.equal(sick["pool"][slot, 1], well["pool"][slot, 1])
+    state = case.layout.unpack(sick["pool"][slot, 0])
+    assert state[:, 3].isnan().all(), "the next token must not see a number"
+    assert not state[:, 32:].isnan().any(), "another group of the head"
+
+
+def test_fusion_arguments_that_do_not_fit_are_refused() -> None:
+    case = SMALL[2]
+    arguments = draw(case).on("cpu") | {"layout": case.layout}
+    one = torch.zeros(2)
+    for fusion, words in (
+        (StepFusion(a_log=one), "come together"),
+        (StepFusion(lower_bound=-5.0), "needs a_log"),
+        (StepFusion(a_log=one, dt_bias=one), "dt_bias is"),
+        (StepFusion(a_log=one.double(), dt_bias=torch.zeros(2, 24)), "a_log is"),
+        (StepFusion(key_index=torch.zeros(2, 24)), "key_index is"),
+        (StepFusion(saturated=torch.zeros(1)), "saturated is"),
+    ):
+        with pytest.raises(NumericError, match=words):
+            packed_step(**arguments, fusion=fusion)
+
+
 @interpreter
 def test_the_self_test_passes_right_kernels_and_catches_wrong_ones(
     monkeypatch: pytest.MonkeyPatch,
@@ -116,13 +199,18 @@ def test_a_failing_candidate_is_passed_over_with_its_reason(
     monkeypatch.setattr(update, "self_test", tests)
     update._choose.cache_clear()
     choice = update._choose("cuda:7", PackedLayout(128, 128, 16))
-    natural = update._choose("cuda:7", PackedLayout(96, 192, 16))
+    odd = update._choose("cuda:7", PackedLayout(120, 192, 16))
+    natural = update._choose("cuda:7", PackedLayout(96, 192, 16, order="natural"))
+    sixteen_bit = update._choose("cuda:7", DenseLayout(96, 192, torch.float16, "fragment"))
     update._choose.cache_clear()
-    assert choice.name == natural.name == "triton"
+    assert choice.name == odd.name == natural.name == "triton"
+    assert sixteen_bit.name == "reference"
     assert choice.reason == (
         "gluon: RuntimeError: no such instruction; triton: passed its self-test on cuda:7"
     )
-    assert natural.reason == "triton: passed its self-test on cuda:7"
+    passed = "triton: passed its self-test on cuda:7"
+    assert odd.reason == f"gluon: 120 x 192 is no multiple of 16 x 32; {passed}"
+    assert natural.reason == f"gluon: the pool is in natural order; {passed}"
 
 
 def test_wrong_arguments_are_refused_before_anything_is_written() -> None:
