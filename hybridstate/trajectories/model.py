@@ -137,7 +137,7 @@ def load_model(
     if dtype is None:
         dtype = torch.float32 if target.type == "cpu" else torch.bfloat16
     loader = _model_class(transformers, checkpoint)
-    with _quiet_loading():
+    with quiet_loading():
         model = loader.from_pretrained(
             str(checkpoint.path), dtype=dtype, local_files_only=True, trust_remote_code=False
         )
@@ -249,7 +249,7 @@ def _no_class(transformers: Any, checkpoint: Checkpoint) -> UnsupportedModel:
 
 
 @contextmanager
-def _quiet_loading() -> Iterator[None]:
+def quiet_loading() -> Iterator[None]:
     """Silence transformers' progress bars and advice while weights load, and its hints at slow paths."""
     from transformers.utils import logging as theirs
 

@@ -1,0 +1,185 @@
+"""Steps on fixed tensors: the numbers of the model's own cache and functions, on every family; graphs on a GPU."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hybridstate.families.published import CONFIGS
+from hybridstate.quant.arms import Arm, plain_arm
+from hybridstate.quant.formats import FORMATS
+from hybridstate.quant.simulate import Simulation, simulate
+from hybridstate.trajectories.dummy import dummy_model
+from hybridstate.trajectories.graphs import Replay, attend, conv_step
+from hybridstate.trajectories.model import LoadedModel, load_model
+from hybridstate.trajectories.prompts import Prompt, make_prompts, shipped_texts
+from hybridstate.trajectories.protocol import Protocol
+from hybridstate.trajectories.record import Recording, record
+from tests.tolerances import assert_within
+
+SMALL = Protocol(
+    profile="custom",
+    prompts_per_split=1,
+    input_tokens=24,
+    new_tokens=22,
+    windows=(0, 6),
+    anchors=(2, 5),
+    horizon=7,
+)
+GDN = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "vocab_size": 512,
+}
+KDA = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "num_experts": 8,
+    "num_experts_per_token": 2,
+    "pad_token_id": 509,
+    "bos_token_id": 510,
+    "eos_token_id": 511,
+    "vocab_size": 512,
+    "linear_attn_config": {
+        "full_attn_layers": [3],
+        "kda_layers": [1, 2, 4],
+        "head_dim": 16,
+        "num_heads": 4,
+        "short_conv_kernel_size": 4,
+    },
+}
+
+
+def small(folder: Path, name: str, **more: object) -> Path:
+    """A folder with the config of a published model, made small."""
+    config = dict(CONFIGS[name]) | (GDN if name.startswith("Qwen") else KDA) | more
+    if "rope_parameters" in config:
+        config["rope_parameters"] = dict(config["rope_parameters"], mrope_section=[2, 1, 1])
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def build(case: str, folder: Path, device: str = "cpu") -> LoadedModel:
+    """`tiny-*`: trained; `gdn-B`: B value heads per key head, experts; `kda`: latent attention, experts."""
+    if case.startswith("tiny"):
+        return load_model(case, device=device)
+    if case == "kda":
+        return dummy_model(small(folder / case, "Kimi-Linear-48B-A3B"), device=device)
+    heads = 2 * int(case.removeprefix("gdn-"))
+    path = small(folder / case, "Qwen3.6-35B-A3B", linear_num_value_heads=heads)
+    return dummy_model(path, device=device)
+
+
+def drawn(protocol: Protocol, count: int = 3) -> tuple[Prompt, ...]:
+    return make_prompts(lambda text: list(text.encode()), shipped_texts(), protocol, seed=0)[:count]
+
+
+def arms_of(loaded: LoadedModel) -> tuple[Arm, ...]:
+    """Every way of storing: plain, protected channels, whole-state scales, random, deferred, carried over."""
+    protected = tuple(torch.arange(2).repeat(layer.value_heads, 1) for layer in loaded.spec.layers)
+    int8 = plain_arm("int8-step")
+    return (
+        *(plain_arm(name) for name in ("fp32", "fp16", "bf16", "fp8", "int4", "nvfp4")),
+        int8,
+        Arm("stochastic", FORMATS["int8-step-stochastic"], seed=5),
+        Arm("damp", FORMATS["int8-step"], protected),
+        Arm("damp-nvfp4", FORMATS["nvfp4"], protected),
+        replace(int8, name="every-4", every=4),
+        replace(int8, name="every-8", every=8),
+        replace(int8, name="feedback-fp16", feedback="fp16"),
+        replace(int8, name="feedback-int4", feedback="int4"),
+    )
+
+
+def assert_same_recording(found: Recording, expected: Recording, tolerance: str) -> None:
+    assert torch.equal(found.generated, expected.generated)
+    for name in ("anchors", "weights", "mean_log_decay"):
+        for a, b in zip(getattr(found, name), getattr(expected, name), strict=True):
+            assert_within(a, b, tolerance)
+
+
+def assert_same_simulation(found: Simulation, expected: Simulation, relative: float) -> None:
+    scale = float(expected.kl.max())
+    assert np.abs(found.kl - expected.kl).mean() < relative * scale
+    np.testing.assert_allclose(found.nll.mean(), expected.nll.mean(), rtol=relative)
+    assert (found.same_top == expected.same_top).mean() > 1 - relative
+    np.testing.assert_allclose(found.state_error[0], expected.state_error[0], rtol=0.05, atol=1e-6)
+    assert found.saturated == expected.saturated
+
+
+@pytest.mark.parametrize("case", ["gdn-1", "gdn-2", "gdn-3", "kda"])
+def test_fixed_tensors_record_and_validate_what_the_models_own_cache_does(
+    case: str, tmp_path: Path
+) -> None:
+    loaded = build(case, tmp_path)
+    prompts = drawn(SMALL)
+    options = {"temperature": 1.0, "seed": 3}
+    own = record(loaded, prompts, SMALL, **options, fixed=False)
+    fixed = record(loaded, prompts, SMALL, **options, fixed=True)
+    assert_same_recording(fixed, own, "replay-logits-f32")
+    runs = [
+        simulate(loaded, prompts, own.generated, arms_of(loaded), chunk=16, batch=64, fixed=fixed)
+        for fixed in (False, True)
+    ]
+    assert_same_simulation(runs[1], runs[0], 0.05)
+
+
+def test_attention_of_one_query_equals_the_plain_one_under_a_mask() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 6, 1, 8, generator=generator)
+    key, value = (torch.randn(2, 3, 10, d, generator=generator) for d in (8, 5))
+    mask = torch.arange(10) < 7
+
+    class Module(torch.nn.Module):
+        pass
+
+    out, _ = attend(Module(), query, key, value, mask[None, None, None], scaling=0.3)
+    rows = [x.repeat_interleave(2, 1)[:, :, :7] for x in (key, value)]
+    expected = torch.softmax(query @ rows[0].mT * 0.3, -1) @ rows[1]
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "gelu"])
+def test_the_convolution_equals_torchs_and_advances_its_window(activation: str | None) -> None:
+    from transformers.activations import ACT2FN
+
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(2, 6, 9, generator=generator)
+    weight, bias = (torch.randn(6, n, generator=generator) for n in (4, 1))
+    whole = torch.nn.functional.conv1d(inputs, weight[:, None], bias[:, 0], groups=6)[..., -1:]
+    window = inputs[..., 4:8].clone()
+    out = conv_step(inputs[..., 8:], window, weight, bias[:, 0], activation)
+    torch.testing.assert_close(out, whole if activation is None else ACT2FN[activation](whole))
+    assert torch.equal(window, inputs[..., 5:])
+
+
+def test_without_a_gpu_a_step_runs_eagerly_and_says_why() -> None:
+    seen = []
+    replay = Replay(seen.append, torch.device("cpu"))
+    for phase in (1, 2, 1):
+        replay(phase)
+    assert seen == [1, 2, 1]
+    assert (replay.mode, replay.reason) == ("eager", "no GPU")
