@@ -15,11 +15,12 @@ the head: no host decision, no atomic, fit for CUDA graphs.
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from hybridstate.kernels.layout import PackedLayout
 from hybridstate.kernels.ring_parts import (
     CHANNEL,
     CODE_VECTORS,
-    COLUMN,
     HALF_VECTORS,
     LEFT,
     MMA,
@@ -53,10 +54,7 @@ from hybridstate.kernels.ring_parts import (
     _to_tile,
     _vector_offsets,
     _view,
-    async_copy,
-    mma_v2,
 )
-from hybridstate.kernels.layout import PackedLayout
 from hybridstate.kernels.ring_reference import LEAST_LOG_DECAY, Ring
 
 FLOOR = gl.constexpr(LEAST_LOG_DECAY)
@@ -126,7 +124,7 @@ def _fold_operands(
     columns = gl.arange(0, 128, layout=COLUMNS)
     entry = gl.arange(0, DEPTH, layout=gl.SliceLayout(1, ENTRIES))
     held = entry < count
-    fades, total = _gates(p_gates, held, count, g, columns, KDA, False)
+    fades, _total = _gates(p_gates, held, count, g, columns, KDA, False)
     if KDA:
         keys = _ring_rows(p_keys, held, columns) * _exp(fades)
     else:
@@ -421,13 +419,13 @@ def flush_kernel(
     zero = gl.zeros([128], gl.float32, layout=COLUMNS)
     if KDA:
         p_gates = ring_gates + (slot * H + h) * (ROOM * 128)
-        fades, total = _gates(p_gates, held, count, zero, columns, KDA, False)
+        _fades, total = _gates(p_gates, held, count, zero, columns, KDA, False)
         _view(decays, gl.float32, [8, 16], SHARED2).store(gl.reshape(_exp(total), [8, 16]))
         decay = 1.0
         left, right = _fold_operands(p_keys, p_values, p_gates, count, zero, zero, zero, KDA, False)
     else:
         p_gates = ring_gates + (slot * H + h) * EVERY
-        fades, total = _gates(p_gates, held, count, 0.0, columns, KDA, False)
+        _fades, total = _gates(p_gates, held, count, 0.0, columns, KDA, False)
         decay = _exp(total)
         left, right = _fold_operands(p_keys, p_values, p_gates, count, zero, zero, 0.0, KDA, False)
     async_copy.wait_group(0)

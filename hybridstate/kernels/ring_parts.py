@@ -8,7 +8,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-
 # Names that moved between Triton 3.6 and 3.9.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _copy = (

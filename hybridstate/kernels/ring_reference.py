@@ -2,7 +2,8 @@
 
 With S_0 what the last rewrite stored and n updates since, the exact state is (a = exp(g), one per head or channel)
 
-    S_n = D_n S_0 + sum_{i <= n} (D_n / D_i) k_i u_i^T        D_n = a_n ... a_1,  u_i = beta_i (v_i - (a_i S_{i-1})^T k_i)
+    S_n = D_n S_0 + sum_{i <= n} (D_n / D_i) k_i u_i^T
+    D_n = a_n ... a_1        u_i = beta_i (v_i - (a_i S_{i-1})^T k_i)
 
 so a step reads S_0 and the held (k_i, u_i, g_i), and only every L-th one writes S_0: an L-th of the requantisations
 and nearly half of the bytes. Its output needs no state S_n but

@@ -191,17 +191,18 @@ def check(
                 *(x.to(device) for x in inputs), pool, ring, slots.to(device), out, on_device, layout
             )  # fmt: skip
             expected = torch.empty(v.shape, dtype=torch.float64)
-            doubles = [x.double() for x in inputs]
+            qd, kd, vd, gd, betad = (x.double() for x in inputs)
             ring_reference.ring_step(
-                *doubles, wanted_pool, wanted, slots, expected, scale, layout
-            )  # fmt: skip
+                qd, kd, vd, gd, betad, wanted_pool, wanted, slots, expected, scale, layout
+            )
             found = out.cpu().double()
             worst["output"] = max(worst["output"], _relative(found[live], expected[live]))
             if bool((found[~live] != 0).any()):
                 problem = "a padding row is not zero"
-            live_doubles = [x[live] for x in doubles]
-            live_doubles[2] = live_doubles[2] / (1.0 if scale is None else scale.double())
-            _, entry, sums = ring_reference.ring_read(*live_doubles, exact_state, held, rows)
+            stored = vd[live] / (1.0 if scale is None else scale.double())
+            _, entry, sums = ring_reference.ring_read(
+                qd[live], kd[live], stored, gd[live], betad[live], exact_state, held, rows
+            )
             exact = ring_reference.ring_state(exact_state, held, rows, entry, sums)
             moved = held.phases[rows] >= every - 1
         after = pool.cpu()
