@@ -44,7 +44,8 @@ from hybridstate.quant.selection import (
 from hybridstate.trajectories.model import LoadedModel
 from hybridstate.trajectories.prompts import Prompt
 from hybridstate.trajectories.protocol import ALGORITHM_VERSION, DOMAINS, SPLITS, Protocol
-from hybridstate.trajectories.record import record
+from hybridstate.trajectories.record import batch_arrays, record
+from hybridstate.trajectories.stages import fact, stage
 from hybridstate.trajectories.store import TrajectoryStore
 
 Progress = Callable[[str, int, int], None]
@@ -53,10 +54,10 @@ LOW: Final = FORMATS["int8-step"]
 
 
 def temperature_of(protocol: Protocol, checkpoint: Checkpoint) -> float:
-    """As given; else 1.0 for an embedded model, which would loop when greedy, and greedy for others."""
+    """As given; else 1.0 for an embedded or synthetic model, which would loop when greedy, and greedy for others."""
     if protocol.temperature is not None:
         return protocol.temperature
-    return 1.0 if checkpoint.name in EMBEDDED else 0.0
+    return 1.0 if checkpoint.name in EMBEDDED or not checkpoint.entries else 0.0
 
 
 def run_fields(
@@ -148,16 +149,20 @@ def record_batches(
             if progress is not None:
                 progress(stage, before + done, total)
 
-        recording = record(
-            loaded,
-            group,
-            protocol,
-            temperature=temperature_of(protocol, loaded.checkpoint),
-            seed=seed,
-            first=number * protocol.batch,
-            progress=advance,
-        )
-        store.write(number, recording)
+        arrays = batch_arrays(loaded.spec, protocol, len(group))
+        with store.writer(number, arrays) as writer:
+            recording = record(
+                loaded,
+                group,
+                protocol,
+                temperature=temperature_of(protocol, loaded.checkpoint),
+                seed=seed,
+                first=number * protocol.batch,
+                anchors=writer.anchor,
+                progress=advance,
+            )
+            writer.finish(recording.arrays())
+        fact("recorded_bytes", store.nbytes)
     return torch.cat([store.read(number, "generated") for number in wanted])
 
 
@@ -225,7 +230,8 @@ def score(
     reordered: list[F64] = []
     examples: list[Example] = []
     for layer in spec.layers:
-        recorded = _Layer.read(store, layer.ordinal, prompts, protocol, loaded.device)
+        with stage("read"):
+            recorded = _Layer.read(store, layer.ordinal, prompts, protocol, loaded.device)
         decays.append(recorded.mean_log_decay.flatten())
         by_selector = recorded.samples(per_channel=per_channel)
         fit = {name: recorded.mean(x, "fit") for name, x in by_selector.items()}
@@ -245,7 +251,8 @@ def score(
             stored[arm_name.name].append(kept)
             if arm_name.every == 1 and arm_name.feedback is None:
                 arm = build_arm(arm_name, [kept], seed).to(loaded.device)
-                value = objective(tune.states, tune.weights, tune.places, arm, 0, loaded.device)
+                with stage("J"):
+                    value = objective(tune.states, tune.weights, tune.places, arm, 0, loaded.device)
                 totals[arm_name.name] = totals.get(arm_name.name, 0.0) + value
             if arm_name.name == "int8-step+reorder" and kept.candidate is not None:
                 after = selection.table("int8-step", reorder=True).error
@@ -383,7 +390,8 @@ def estimate(
     formats: int = len(DEFAULT),
 ) -> dict[str, Any]:
     """What a run would do, from the config alone."""
-    prompts = len(SPLITS) * protocol.prompts_per_split * domains
+    prompts = protocol.prompts_per_domain * domains
+    held_out = prompts - (len(SPLITS) - 1) * protocol.prompts_per_split * domains
     layers = checkpoint.spec.layers
     state = sum(4 * x.value_heads * x.key_dim * x.value_dim for x in layers)
     return {
@@ -391,7 +399,7 @@ def estimate(
         "prefill_tokens": prompts * protocol.input_tokens,
         "generated_tokens": prompts * protocol.new_tokens,
         "decode_steps": -(-prompts // protocol.batch) * protocol.new_tokens,
-        "validation_sequences": prompts // len(SPLITS),
+        "validation_sequences": held_out,
         "validation_formats": formats,
         "state_bytes_per_sequence": state,
         "trajectory_bytes": state * prompts * len(protocol.positions()),

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from hybridstate.quant.arms import Arm
+from hybridstate.quant.together import Together
 from hybridstate.trajectories.graphs import Replay, fixed_cache, fixed_decode, in_place_decode
 from hybridstate.trajectories.model import (
     LoadedModel,
@@ -31,7 +32,7 @@ from hybridstate.trajectories.model import (
 )
 from hybridstate.trajectories.prompts import Prompt
 from hybridstate.trajectories.record import check_states
-from hybridstate.trajectories.stages import stage
+from hybridstate.trajectories.stages import fact, stage
 
 Progress = Callable[[str, int, int], None]
 
@@ -82,6 +83,7 @@ class Storage:
     def __init__(self, arms: tuple[Arm, ...], sequences: torch.Tensor | None = None) -> None:
         self.arms = arms
         self.sequences = sequences
+        self.together = Together(arms)
         self._residuals: dict[tuple[int, int], torch.Tensor] = {}
 
     def due(self, update: int) -> tuple[int, ...]:
@@ -111,7 +113,7 @@ class Storage:
         if due is None:
             due = self.due(int(update))
         blocks = state.chunk(len(self.arms))
-        for place in due:
+        for place in self.together.write(state, ordinal, due):
             arm, block = self.arms[place], blocks[place]
             carried = self._residuals.get((place, ordinal))
             if carried is not None:
@@ -313,6 +315,7 @@ class _Pass:
                 self.prompts * len(self.arms),
                 f"after validating {names}",
             )
+        fact("validation", replay.to_json() | {"rows": len(self.everyone), "updates": self.updates})
         return _Outcome(
             kl=self.kl.cpu().numpy(),
             same_top=self.same_top.cpu().numpy(),

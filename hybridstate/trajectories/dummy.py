@@ -94,12 +94,11 @@ def dummy_model(
         UnsupportedModel: transformers cannot run this architecture.
     """
     transformers: Any = import_module("transformers")
-    name, config = _config(model)
-    spec = dummy_spec(config, lower_bound=lower_bound)
+    checkpoint = dummy_checkpoint(model, lower_bound=lower_bound, seed=seed)
+    config, spec = checkpoint.config, checkpoint.spec
     target = torch_device(device)
     if dtype is None:
         dtype = torch.float32 if target.type == "cpu" else torch.bfloat16
-    checkpoint = _checkpoint(name, config, spec, seed)
     devices = [target] if target.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), quiet_loading(), torch.no_grad():
         torch.manual_seed(seed)
@@ -215,8 +214,16 @@ def _build(
     return built._from_config(made, dtype=dtype)
 
 
-def _checkpoint(name: str, config: dict[str, Any], spec: ModelSpec, seed: int) -> Checkpoint:
-    """Stands for files that do not exist; its digests are of what the weights are made from."""
+def dummy_checkpoint(
+    model: str | Path, *, lower_bound: float | None = None, seed: int = 0
+) -> Checkpoint:
+    """Stands for files that do not exist; its digests are of what the weights are made from.
+
+    Raises:
+        see `dummy_model`.
+    """
+    name, config = _config(model)
+    spec = dummy_spec(config, lower_bound=lower_bound)
     made_from = sha256_json({"label": LABEL, "config": config, "seed": seed})
     checkpoint = Checkpoint(
         path=Path(name),

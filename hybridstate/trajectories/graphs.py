@@ -63,6 +63,10 @@ class Replay:
         self._seen[phase] = self._seen.get(phase, 0) + 1
         self._step(phase)
 
+    def to_json(self) -> dict[str, Any]:
+        """What ran, and how many graphs."""
+        return {"mode": self.mode, "reason": self.reason, "graphs": len(self._graphs)}
+
     def _ready(self, phase: Hashable) -> bool:
         warm = self._seen.get(phase, 0) >= (1 if self._graphs else WARM_UP)
         return self.reason is None and warm

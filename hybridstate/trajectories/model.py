@@ -105,6 +105,11 @@ class LoadedModel:
         return ids
 
     @property
+    def synthetic(self) -> bool:
+        """Whether the weights were made here (`trajectories.dummy`) rather than read."""
+        return not self.checkpoint.entries
+
+    @property
     def vocabulary(self) -> int:
         """Tokens that the model embeds."""
         return int(self.model.config.get_text_config(decoder=True).vocab_size)

@@ -8,6 +8,7 @@ is accumulated while the model generates, so no decay sequence is ever stored. O
 decodes and notes the decays is a CUDA graph (`trajectories.graphs`); elsewhere the same step runs eagerly.
 """
 
+import time
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,7 +20,13 @@ from numpy.typing import NDArray
 
 from hybridstate.errors import NumericError
 from hybridstate.families import ModelSpec
-from hybridstate.trajectories.graphs import Replay, fixed_cache, fixed_decode, in_place_decode
+from hybridstate.trajectories.graphs import (
+    WARM_UP,
+    Replay,
+    fixed_cache,
+    fixed_decode,
+    in_place_decode,
+)
 from hybridstate.trajectories.model import (
     LoadedModel,
     decode,
@@ -31,7 +38,7 @@ from hybridstate.trajectories.model import (
 )
 from hybridstate.trajectories.prompts import Prompt
 from hybridstate.trajectories.protocol import Protocol
-from hybridstate.trajectories.stages import stage
+from hybridstate.trajectories.stages import fact, stage
 
 Progress = Callable[[str, int, int], None]
 Arrays: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -245,6 +252,7 @@ def record(
             fixed=fixed,
         )
         del cache, logits
+    started = time.perf_counter()
     with stage("generate"), run.running():
         for update in range(1, protocol.new_tokens + 1):
             run.replay()
@@ -256,12 +264,47 @@ def record(
             if progress is not None:
                 progress("record", update, protocol.new_tokens)
         check_states(loaded, recurrent_states(run.cache), prompts, f"after update {update}")
+    elapsed = time.perf_counter() - started
+    fact("generation", run.replay.to_json() | {"batch": len(prompts), "updates": update})
+    fact("recorded_step_ms", 1e3 * elapsed / update)
     return Recording(
         generated=run.generated.cpu(),
         anchors=() if anchors is not None else tuple(torch.stack(layer) for layer in held),
         weights=tuple(total.cpu() for total in weights.layers()),
         mean_log_decay=tuple(mean.cpu() for mean in weights.means(protocol.new_tokens)),
     )
+
+
+@torch.no_grad()
+def plain_step_ms(
+    loaded: LoadedModel,
+    prompts: tuple[Prompt, ...],
+    protocol: Protocol,
+    *,
+    temperature: float,
+    seed: int,
+    updates: int = 128,
+) -> float:
+    """Milliseconds of one step of the same generation with nothing recorded, after its warm-up.
+
+    `record` notes its own mean as `recorded_step_ms`: captures, decays, weights and waiting for the disk included.
+    """
+    with stage("plain generation, for comparison"):
+        tokens = torch.from_numpy(np.stack([p.tokens for p in prompts]))
+        logits, cache = prefill(loaded, tokens, chunk=protocol.chunk)
+        draws = uniform_draws(seed, 0, len(prompts), protocol.new_tokens)
+        run = Generation(loaded, cache, logits, draws, temperature=temperature)
+        del cache, logits
+        count = min(updates, protocol.new_tokens - WARM_UP - 1)
+        with run.running():
+            for _ in range(WARM_UP + 1):
+                run.replay()
+            run.generated.sum().item()  # waits for a GPU
+            started = time.perf_counter()
+            for _ in range(count):
+                run.replay()
+            run.generated.sum().item()
+        return 1e3 * (time.perf_counter() - started) / count
 
 
 def uniform_draws(seed: int, first: int, sequences: int, tokens: int) -> NDArray[np.float64]:

@@ -4,6 +4,7 @@ Stages of all rooms report to the clock that `timed` has started; without one th
 output only, never into files that two runs should write alike.
 """
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,13 +18,11 @@ OTHER: Final = "other"
 class Stages:
     """Seconds by stage; the time outside every stage is `other`, so the sum is the wall time."""
 
-    def __init__(
-        self, device: torch.device | None = None, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: dict[str, float] = {}
         self.overlapped: dict[str, float] = {}
         """Seconds of work in other threads, beside the stages."""
-        self.device = device
+        self.facts: dict[str, Any] = {}
         self._clock = clock
         self._open = [OTHER]
         self._since = clock()
@@ -41,30 +40,48 @@ class Stages:
 
     def settle(self) -> None:
         """Give the time since the last change to the present stage, work on a GPU included."""
-        if self.device is not None and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         now = self._clock()
         name = self._open[-1]
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
         self._since = now
 
     def to_json(self) -> dict[str, Any]:
-        """Seconds by stage, their sum, and what ran beside them."""
+        """Seconds by stage, their sum, what ran beside them, peaks of memory, and what stages had to say."""
         self.settle()
         return {
             "stages_s": dict(self.seconds),
             "wall_s": sum(self.seconds.values()),
             "overlapped_s": dict(self.overlapped),
+            "peak_memory": peak_memory(),
+            **self.facts,
         }
+
+
+def peak_memory() -> dict[str, int]:
+    """Bytes: resident memory of this process, and what torch has held of a GPU's, at their highest."""
+    found: dict[str, int] = {}
+    try:
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        found["host_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    except ImportError:  # Windows
+        pass
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["device_allocated_bytes"] = torch.cuda.max_memory_allocated()
+        found["device_reserved_bytes"] = torch.cuda.max_memory_reserved()
+    return found
 
 
 _ACTIVE: list[Stages] = []
 
 
 @contextmanager
-def timed(device: torch.device | None = None) -> Iterator[Stages]:
-    """Collect the stages of what runs inside; the device may be set later."""
-    stages = Stages(device)
+def timed() -> Iterator[Stages]:
+    """Collect the stages of what runs inside."""
+    stages = Stages()
     _ACTIVE.append(stages)
     try:
         yield stages
@@ -87,3 +104,9 @@ def overlapped(name: str, seconds: float) -> None:
     if _ACTIVE:
         present = _ACTIVE[-1].overlapped
         present[name] = present.get(name, 0.0) + seconds
+
+
+def fact(name: str, value: Any) -> None:
+    """Something measured beside time, the last value of each name, if a clock is running."""
+    if _ACTIVE:
+        _ACTIVE[-1].facts[name] = value
