@@ -48,6 +48,22 @@ def jobs() -> Iterator[tuple[str, str, str, dict[str, Any], int, dict[str, str]]
             1,
             {"pool": "*fp32"},
         )
+        shared = heads | GEOMETRY | HEAD | {"GP": 32, "KP": 128}
+        rows = {"TILE": 8, "S_TILE": 8, "S_ROW": 128, "S_COL": 1}
+        for order, more in (
+            ("fragment", {"PACKED": True, "FRAGMENT": True}),
+            ("natural", {"PACKED": True, "FRAGMENT": False}),
+            ("dense", {"PACKED": False, "FRAGMENT": False}),
+        ):
+            types = {} if more["PACKED"] else {"pool": "*fp32"}
+            yield (
+                f"tokens-{order}-{gate}",
+                "multi_token_triton",
+                "tokens_kernel",
+                shared | rows | more,
+                4,
+                types,
+            )
     maps = {"H": 32, "ORDERED": True, "SCALED": True}
     for direction in ("pack", "unpack"):
         for mapped in (False, True):
@@ -105,7 +121,7 @@ def built(
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, n in enumerate(names)
-        if n not in constants and n not in ("count", "B")
+        if n not in constants and n not in ("count", "B", "T")
     }
     source: Any = ASTSource
     if module.startswith("gluon"):
