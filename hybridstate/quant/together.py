@@ -1,0 +1,106 @@
+"""All arms of one write in one launch, where a kernel for it runs; the others one by one.
+
+Stochastic rounding, carried residuals and formats whose scale spans the state stay with `Arm.reconstruct`. The first
+write of every layer is done both ways: a kernel that does not compile or disagrees is not used again.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from hybridstate.kernels.storage import KINDS, StorageTables, store_in_place
+from hybridstate.quant.arms import Arm
+from hybridstate.quant.formats import FORMATS
+
+AGREEMENT: Final = 1e-5
+"""Largest relative difference (norms over a layer's state) from the arms' own arithmetic; ties may fall apart."""
+
+
+def fusible(arm: Arm) -> bool:
+    """Whether the kernel can store as this arm does."""
+    return (
+        arm.low.name in KINDS
+        and FORMATS[arm.low.name] is arm.low
+        and arm.high is FORMATS["fp16"]
+        and arm.feedback is None
+    )
+
+
+class Together:
+    """Fused writes of a fixed list of arms.
+
+    Attributes:
+        reason: why the kernel is not used, None while it is.
+        places: arms that it stores.
+    """
+
+    def __init__(self, arms: Sequence[Arm]) -> None:
+        self.arms = tuple(arms)
+        self.places = frozenset(
+            place for place, arm in enumerate(arms) if not arm.exact and fusible(arm)
+        )
+        self.reason: str | None = None
+        self._tables: dict[int, StorageTables] = {}
+        self._chosen: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def write(self, state: torch.Tensor, ordinal: int, due: tuple[int, ...]) -> tuple[int, ...]:
+        """Store the arms of `due` that the kernel can, in place; returns those left to do."""
+        mine = tuple(place for place in due if place in self.places)
+        if not mine or self.reason is not None or not usable(state):
+            return due
+        if ordinal not in self._tables:
+            self._tables[ordinal] = tables(self.arms, state, ordinal)
+            self.reason = self._check(state, ordinal, mine)
+            if self.reason is not None:
+                return due
+        self._launch(state, ordinal, mine)
+        return tuple(place for place in due if place not in self.places)
+
+    def _launch(self, state: torch.Tensor, ordinal: int, mine: tuple[int, ...]) -> None:
+        if mine not in self._chosen:  # before a step is captured: its first run is eager
+            self._chosen[mine] = torch.tensor(mine, dtype=torch.int32, device=state.device)
+        sequences = len(state) // len(self.arms)
+        store_in_place(state, self._tables[ordinal], self._chosen[mine], sequences)
+
+    def _check(self, state: torch.Tensor, ordinal: int, mine: tuple[int, ...]) -> str | None:
+        """Why the kernel must not be used, from a copy of this state; None if it agrees."""
+        copy = state.clone()
+        try:
+            self._launch(copy, ordinal, mine)
+        except Exception as error:  # whatever a compiler raises
+            return (
+                f"{type(error).__name__}: {str(error).splitlines()[0]:.200}" if str(error) else ""
+            )
+        before, after = state.chunk(len(self.arms)), copy.chunk(len(self.arms))
+        for place in mine:
+            expected = self.arms[place].reconstruct(before[place], ordinal)
+            difference = float((after[place] - expected).norm() / expected.norm().clamp_min(1e-30))
+            if not difference <= AGREEMENT:
+                return f"{self.arms[place].name} differs by {difference:.1e}"
+        return None
+
+
+def usable(state: torch.Tensor) -> bool:
+    """Whether the kernel takes this state."""
+    return state.is_cuda and state.dtype == torch.float32 and state.is_contiguous()
+
+
+def tables(arms: Sequence[Arm], state: torch.Tensor, ordinal: int) -> StorageTables:
+    """Tables of one layer, of a state `[A * S, H, K, V]`; arms that the kernel cannot store get the plain ones."""
+    _, heads, key_dim, value_dim = state.shape
+    count, device = len(arms), state.device
+    kinds = torch.zeros(count, dtype=torch.int32)
+    protected = torch.zeros(count, heads, key_dim, dtype=torch.uint8)
+    order = torch.arange(value_dim, dtype=torch.int32).expand(count, heads, -1).clone()
+    scale = torch.ones(count, heads, value_dim)
+    for place, arm in enumerate(arms):
+        if arm.exact or not fusible(arm):
+            continue
+        kinds[place] = KINDS.index(arm.low.name)
+        if arm.protected is not None:
+            protected[place].scatter_(1, arm.protected[ordinal].cpu(), 1)
+        if arm.values is not None:
+            order[place] = arm.values[ordinal].order.cpu().to(torch.int32)
+            scale[place] = arm.values[ordinal].scale.cpu()
+    return StorageTables(*(x.to(device) for x in (kinds, protected, order, scale)))
