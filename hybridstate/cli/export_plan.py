@@ -210,12 +210,18 @@ def _show(out: Output, exported: "ExportedPlan") -> None:
                     )
                 ],
             )
+        if layout.rounded:
+            out.warn(
+                f"the output norm is folded into {layout.rounded} 16-bit projections: their entries are rounded "
+                "anew (at most half a unit in the last place); --value-order common moves without rounding"
+            )
         for name in layout.left_out:
             out.warn(f"{name} is not copied: it may hold weights in the old order")
     if exported.verification is not None:
         out.text(
             f"checked: logits within {exported.verification['logit_error']:.1e}, states within "
-            f"{exported.verification['state_error']:.1e}, identical tokens"
+            f"{exported.verification['state_error']:.1e}, "
+            f"{exported.verification['differing'] or 'no'} tokens differ"
         )
     if exported.kernels is not None:
         out.text(f"wrote {exported.kernels}: check it with python {exported.kernels} --check")

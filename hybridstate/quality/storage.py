@@ -4,7 +4,7 @@ Both runs follow the tokens that the original chose in float32, so every positio
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +14,7 @@ from hybridstate.errors import NumericError
 from hybridstate.plan.store import Plan
 from hybridstate.runtime.engine import DecodeEngine
 from hybridstate.runtime.restore import capture
-from hybridstate.trajectories.cache import decode, prefill
+from hybridstate.trajectories.cache import decode, linear_layers, prefill
 from hybridstate.trajectories.model import LoadedModel, load_model
 
 BF16_ERROR_RATIO: Final = 1.05
@@ -195,6 +195,10 @@ def _pooled(engine: DecodeEngine, prompt: torch.Tensor, chosen: torch.Tensor) ->
     loaded = engine.loaded
     _, cache = prefill(loaded, prompt)
     prefix = capture(loaded, prompt.to(loaded.device), cache)
+    # a checkpoint rounds windows to BF16, which tips over on sums in another order: keep them as they are
+    windows = zip(linear_layers(cache), loaded.spec.layers, strict=True)
+    exact = (layer.conv_states[0][..., 1 - spec.conv_width :].clone() for layer, spec in windows)
+    prefix = replace(prefix, conv=tuple(exact))
     run = engine.start(prefix, room=chosen.shape[1], past=cache)
     try:
         steps = [run.step(c.to(loaded.device)).float().cpu().clone() for c in chosen.T[:-1]]

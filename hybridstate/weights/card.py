@@ -66,7 +66,7 @@ def model_card(
         *_section("What was changed", _changes(plan, layout)),
         *_section("What it saves", _savings(document)),
         *_section("Measured divergence", _divergence(document, verification)),
-        *_section("Limits", _limits(document)),
+        *_section("Limits", _limits(document, layout)),
         *_section("Make it again", [_command(document)]),
     ]
     if original:
@@ -109,21 +109,38 @@ def _changes(plan: Plan, layout: Layout) -> Iterator[str]:
         f"- {len(layout.moves)} of {layout.tensors} tensors are permuted; the others are byte for byte "
         "the base model's."
     )
-    if precision is not None:
+    if precision is not None and precision.key_order == "per-head":
+        yield "- Key channels stay: each value head has an order of its own, which a kernel gathers."
+    if precision is not None and precision.key_order != "per-head":
+        owner = "value" if precision.key_order == "expand" else "key"
+        kda = plan.document.model.kind == "kda"
         yield (
-            f"- Key channels of each key head: the {precision.k_hi} protected ones first, in q, k and their "
-            "convolution" + (", the decay projection and `dt_bias`." if plan.document.model.kind == "kda" else ".")
-        )  # fmt: skip
+            f"- Key channels of each {owner} head: the {precision.k_hi} protected ones first, in q, k and their "
+            "convolution" + (", the decay projection and `dt_bias`." if kda else ".")
+        )
     if precision is not None and precision.value_order != "none":
         yield "- Value dims: " + (
             "an order of each head's own; the output norm's weight is folded into the output projection and is ones."
             if precision.value_order == "per-head"
             else "one order for all heads of a layer, the output norm with them."
         )
+    if precision is not None and precision.value_scale:
+        yield (
+            "- Value scales `layers.{i}.value_scale` are in the plan and not in the weights: an engine stores the "
+            "state over them and multiplies outputs by them."
+        )
+    grown = layout.growth
+    if grown is not None:
+        yield (
+            f"- Every value head has a key head of its own: `{grown.field}` is {grown.after} instead of "
+            f"{grown.before}, {len(grown.shapes)} tensors grew by {grown.added_bytes:,} bytes together, and the "
+            f"convolution window of a sequence takes {grown.conv_after:,} bytes instead of {grown.conv_before:,}."
+        )
     placement = plan.document.placement
     if placement is not None and placement.mode == "hybrid":
         yield f"- Heads: the bundles of {placement.tp} ranks one after the other."
-    yield f"- `config.json` names the plan under `{STATE_PLAN}`; names, dtypes, shapes and shards are the base model's."
+    shapes = "shapes and shards" if grown is None else "other shapes and shards"
+    yield f"- `config.json` names the plan under `{STATE_PLAN}`; names, dtypes, {shapes} are the base model's."
     yield f"- Plan `{plan.digest}`, layout `{plan.document.layout_id}`."
 
 
@@ -152,7 +169,9 @@ def _divergence(document: PlanDocument, found: dict[str, Any] | None) -> Iterato
     else:
         yield (
             f"- Against the base model in float32: logits within {found['logit_error']:.1e}, states within "
-            f"{found['state_error']:.1e} relative, the same greedy tokens ({found['prompts']} x "
+            f"{found['state_error']:.1e} relative, "
+            f"{'the same' if not found['differing'] else str(found['differing']) + ' other'} greedy tokens "
+            f"({found['prompts']} x "
             f"{found['prompt_tokens']} tokens of {found['text']})."
         )
         if found.get("bf16"):
@@ -166,7 +185,12 @@ def _divergence(document: PlanDocument, found: dict[str, Any] | None) -> Iterato
         yield f"| {row.format} | {row.bits_per_value:.3f} | {row.kl:.3g} | {row.top1:.4f} | {row.state_error:.3g} |"
 
 
-def _limits(document: PlanDocument) -> Iterator[str]:
+def _limits(document: PlanDocument, layout: Layout) -> Iterator[str]:
+    if layout.rounded:
+        yield (
+            f"- The output norm is folded into {layout.rounded} 16-bit projections, whose entries were rounded anew: "
+            "outputs agree to that rounding (2^-9 of an entry in BF16), not to float32's."
+        )
     yield "- The order alone saves nothing: an engine has to pack the state, or omit units, as the plan says."
     yield "- Convolution and prefix states saved with the base model do not fit this one, and the other way round."
     yield "- Sums run in another order, so logits agree to rounding and not bit for bit."
@@ -183,6 +207,18 @@ def _command(document: PlanDocument) -> str:
     placement = document.placement
     if placement is not None:
         options += f" --tp {placement.tp} --balance {placement.mode}"
+    precision = document.precision
+    if precision is not None:
+        value = "fold" if precision.value_order == "per-head" else precision.value_order
+        options += f" --key-order {precision.key_order}" if precision.key_order != "shared" else ""
+        options += f" --value-order {value}" if value != "none" else ""
+        every = precision.requantise_every
+        options += f" --requantise-every {every}" if every > 1 else ""
+    formats = (
+        ""
+        if precision is None or precision.value_order == "none"
+        else " --formats default,damp+reorder"
+    )
     name = document.model.name
     lines = [
         "```",
@@ -192,7 +228,7 @@ def _command(document: PlanDocument) -> str:
     if calibration is not None:
         profile = calibration.protocol.get("profile", "quick")
         lines.append(
-            f"after `hybridstate calibrate {name} --profile {profile} -o calibration` "
+            f"after `hybridstate calibrate {name} --profile {profile}{formats} -o calibration` "
             f"(fingerprint `{calibration.fingerprint[:16]}`)."
         )
     return "\n".join(lines)

@@ -53,6 +53,7 @@ class Layout:
         left_out: files not copied, since they may hold weights in the old order.
         nbytes: disk space the export takes (holes of sparse files excluded).
         growth: what replicated key heads change, None where none are.
+        rounded: 16-bit projections that take in an output norm and so are rounded anew.
     """
 
     moves: Mapping[str, Move]
@@ -62,6 +63,7 @@ class Layout:
     left_out: tuple[Path, ...]
     nbytes: int
     growth: Growth | None = None
+    rounded: int = 0
 
 
 def lay_out(checkpoint: Checkpoint, orders: Sequence[LayerOrder]) -> Layout:
@@ -97,7 +99,13 @@ def lay_out(checkpoint: Checkpoint, orders: Sequence[LayerOrder]) -> Layout:
     grown = growth(checkpoint, moves)
     nbytes += 0 if grown is None else grown.added_bytes
     tensors = len(checkpoint.entries)
-    return Layout(moves, tensors, checkpoint.files, tuple(side), tuple(left_out), nbytes, grown)
+    rounded = sum(
+        move.norm is not None and checkpoint.entries[name].dtype != "F32"
+        for name, move in moves.items()
+    )
+    return Layout(
+        moves, tensors, checkpoint.files, tuple(side), tuple(left_out), nbytes, grown, rounded
+    )
 
 
 def _refuse_shared_bytes(move: Move, entry: TensorEntry) -> None:

@@ -64,7 +64,7 @@ def test_original_with_its_plan_and_exported_model_store_the_same(tmp_path: Path
     """INT8 error included: the same bytes are rounded, whether the order is gathered or in the weights."""
     model = write_checkpoint(tmp_path / "model", "qwen3_5", value_heads=4, key_dim=16, value_dim=40)
     calibration = write_calibration(tmp_path / "cal", model, k_hi=4, values=True)
-    api.export_plan(model, out=tmp_path / "out", calibration=calibration, value_order="fold")
+    api.export_plan(model, out=tmp_path / "out", calibration=calibration, value_order="common")
     plan = read_plan(tmp_path / "out")
     tokens = torch.randint(3, 90, (2, 20), generator=torch.Generator().manual_seed(0))
     logits = []
@@ -79,6 +79,23 @@ def test_original_with_its_plan_and_exported_model_store_the_same(tmp_path: Path
         logits.append(torch.stack([run.step(column).clone() for column in tokens[:, :4].T]))
         run.close()
     assert relative_rms(*logits) < 1e-3
+
+
+def test_a_fold_into_16_bits_is_compared_at_its_rounding(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model", "qwen3_5")
+    calibration = write_calibration(tmp_path / "cal", model, values=True)
+    made = api.export_plan(model, out=tmp_path / "out", calibration=calibration, value_order="fold")
+    assert made.layout is not None
+    assert made.layout.rounded == len(made.plan.layers)
+    assert "2^-9 of an entry" in (tmp_path / "out" / "README.md").read_text()
+    found = api.verify(model, tmp_path / "out", prompts=2, prompt_tokens=24, new_tokens=4)
+    assert found.folded
+    assert 1e-5 < found.logit_error <= found.bound < 2e-2
+    assert found.packed is not None
+    assert found.packed.recurrence_error <= RECURRENCE_ERROR  # on the same rounded weights
+    assert found.bf16 is not None
+    assert found.bf16.ratio <= 1.05
+    assert found.to_json()["identical_tokens"] is (found.differing == 0)
 
 
 def test_a_calibration_without_value_maps_names_the_command(tmp_path: Path, tiny_gdn: Path) -> None:
