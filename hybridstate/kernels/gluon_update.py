@@ -232,12 +232,13 @@ def packed_kernel(
     tile = part % (BLOCK // W)
     columns = _grid(8, W // 8, W // 8, row_layout(W // 8))
     p_out = out + b.to(gl.int64) * out_batch + h * V + part * W
-    if OVERLAP > 0:
-        _release_next_grid()
     if OVERLAP == 1:
         _wait_for_previous_grid()
+        _release_next_grid()
     slot = gl.load(slots + b).to(gl.int64)
     if slot < 0:
+        if OVERLAP == 2:
+            _wait_for_previous_grid()  # it may still read what `out` held
         zero = gl.full([8, W // 8], 0.0, out.dtype.element_ty, layout=row_layout(W // 8))
         gl.store(p_out + columns, zero)
         return
@@ -265,6 +266,7 @@ def packed_kernel(
     async_copy.commit_group()
     if OVERLAP == 2:
         _wait_for_previous_grid()
+        _release_next_grid()  # not earlier: the next kernel reads states once this has waited
 
     # Meanwhile q, k and decay; the loops below would expose their latency if they read global memory.
     flat = gl.arange(0, KP, layout=flat_layout(KP))
