@@ -39,6 +39,8 @@ def calibrate(
     lower_bound: float | None = None,
     merge: Sequence[str | Path] = (),
     deadline: float | None = None,
+    dummy: bool = False,
+    measure_recording: bool = False,
     force: bool = False,
     progress: "Progress | None" = None,
     **options: Any,
@@ -46,7 +48,7 @@ def calibrate(
     """Choose the key channels to keep in FP16, and measure every format on prompts left aside.
 
     Args:
-        model: folder or embedded name.
+        model: folder or embedded name; with `dummy` a folder with a config, or a published name.
         out: output folder, read by `export_plan`; appears whole or not at all.
         profile: `quick`, or `paper` for the published protocol.
         k_hi: FP16 key channels per head; 12.5 % of them by default.
@@ -64,6 +66,8 @@ def calibrate(
         lower_bound: see `analyze`.
         merge: folders that `calibrate_part` wrote for this very run; what is left is done here.
         deadline: stop after so many seconds with the seeds finished so far; the same command continues.
+        dummy: synthetic weights of the config's dimensions, made on the device; labelled in every output.
+        measure_recording: also time a step that records nothing (`trajectories.stages` says what is measured).
         force: replace files of an earlier calibration.
         progress: called with (stage, done, total); stages record, score, validate, tasks, after the
             seed where there are several.
@@ -96,6 +100,8 @@ def calibrate(
         dtype=dtype,
         lower_bound=lower_bound,
         merge=merge,
+        dummy=dummy,
+        measure_recording=measure_recording,
         force=force,
         **options,
     )
@@ -161,6 +167,7 @@ class _Run:
     wanted: "tuple[Unit, ...]"
     merge: tuple[Path, ...]
     part: "Part | None"
+    measure_recording: bool
     force: bool
 
     @classmethod
@@ -183,6 +190,8 @@ class _Run:
         lower_bound: float | None = None,
         merge: Sequence[str | Path] = (),
         part: "Part | None" = None,
+        dummy: bool = False,
+        measure_recording: bool = False,
         force: bool = False,
         **options: Any,
     ) -> "_Run":
@@ -190,16 +199,20 @@ class _Run:
         from hybridstate.quality.evaluation import units
         from hybridstate.quant.catalogue import parse_list
         from hybridstate.quant.risk import check_k_hi
+        from hybridstate.trajectories.dummy import dummy_model
         from hybridstate.trajectories.model import load_model, torch_dtype
         from hybridstate.trajectories.prompts import read_texts, shipped_texts
         from hybridstate.trajectories.protocol import protocol, with_sequences
+        from hybridstate.trajectories.stages import stage
 
         wanted = units(seed, seeds, greedy=greedy)
         settings = protocol(profile, temperature=temperature, **options)
         texts = shipped_texts() if prompts is None else read_texts(Path(prompts))
         if sequences is not None:
             settings = with_sequences(settings, sequences, len(texts))
-        loaded = load_model(model, device=device, dtype=torch_dtype(dtype), lower_bound=lower_bound)
+        with stage("load"):
+            make = dummy_model if dummy else load_model
+            loaded = make(model, device=device, dtype=torch_dtype(dtype), lower_bound=lower_bound)
         return cls(
             loaded=loaded,
             texts=texts,
@@ -211,6 +224,7 @@ class _Run:
             wanted=wanted,
             merge=tuple(map(Path, merge)),
             part=part,
+            measure_recording=measure_recording,
             force=force,
         )
 
@@ -227,8 +241,15 @@ class _Run:
         """One draw, as far as this part goes: finished before, or recorded, scored and validated now."""
         from dataclasses import replace
 
-        from hybridstate.quant.calibration import batches, record_batches, run_fields
+        from hybridstate.quant.calibration import (
+            batches,
+            record_batches,
+            run_fields,
+            temperature_of,
+        )
         from hybridstate.trajectories.prompts import make_prompts
+        from hybridstate.trajectories.record import plain_step_ms
+        from hybridstate.trajectories.stages import fact
         from hybridstate.trajectories.store import TrajectoryStore
 
         settings = self.settings
@@ -256,6 +277,13 @@ class _Run:
             record_batches(
                 self.loaded, drawn, settings, store, seed=unit.seed, only=only, progress=progress
             )
+            if self.measure_recording:
+                first = batches(drawn, settings)[0]
+                temperature = temperature_of(settings, self.loaded.checkpoint)
+                plain = plain_step_ms(
+                    self.loaded, first, settings, temperature=temperature, seed=unit.seed
+                )
+                fact("plain_step_ms", plain)
             if only is not None:
                 return None
             draw = self._measured(unit, settings, drawn, store, progress)
@@ -275,16 +303,18 @@ class _Run:
         from hybridstate.quality.calibration import assemble
         from hybridstate.quant.calibration import record_batches, score
         from hybridstate.quant.simulate import simulate
+        from hybridstate.trajectories.stages import stage
 
         loaded = self.loaded
         generated = record_batches(loaded, drawn, settings, store, seed=unit.seed)
-        scores = score(
-            *(loaded, drawn, settings, store),
-            k_hi=self.k_hi,
-            seed=unit.seed,
-            names=self.names,
-            progress=progress,
-        )
+        with stage("risk"):
+            scores = score(
+                *(loaded, drawn, settings, store),
+                k_hi=self.k_hi,
+                seed=unit.seed,
+                names=self.names,
+                progress=progress,
+            )
         held_out = [row for row, prompt in enumerate(drawn) if prompt.split == "validate"]
         outcome = simulate(
             loaded,

@@ -20,6 +20,7 @@ from hybridstate.cli.options import (
 from hybridstate.cli.output import Output, command
 
 if TYPE_CHECKING:
+    from hybridstate.checkpoint import Checkpoint
     from hybridstate.trajectories.protocol import Protocol
 
 
@@ -139,6 +140,20 @@ def calibrate(
             show_default=False,
         ),
     ] = None,
+    dummy: Annotated[
+        bool,
+        typer.Option(
+            "--dummy",
+            help="SYNTHETIC weights of MODEL's dimensions, made on the device: MODEL is a folder with "
+            "config.json, Qwen3.6-35B-A3B or Kimi-Linear-48B-A3B. For what a run costs.",
+        ),
+    ] = False,
+    measure_recording: Annotated[
+        bool,
+        typer.Option(
+            "--measure-recording", help="Also time generation without recording, in the same run."
+        ),
+    ] = False,
     device: Device = "auto",
     dtype: Annotated[
         str,
@@ -172,13 +187,15 @@ def calibrate(
         elif output is not None:
             check_output_folder(output, force=force)
         if dry_run:
-            _check_run(model, lower_bound, k_hi, formats, prompts, device, dtype)
+            _check_run(model, lower_bound, k_hi, formats, prompts, device, dtype, dummy=dummy)
             settings = _settings(profile, temperature, sequences, prompts)
-            _dry_run(out, model, settings, formats, lower_bound, output, seeds + greedy)
+            checkpoint = _checkpoint(model, lower_bound, dummy=dummy)
+            _dry_run(out, checkpoint, settings, formats, output, seeds + greedy)
             return
         from hybridstate import api
         from hybridstate.bench.timing import device_record
-        from hybridstate.cli.calibrate_tables import calibration_tables
+        from hybridstate.cli.calibrate_tables import calibration_tables, stage_table
+        from hybridstate.trajectories.stages import timed
 
         options: dict[str, Any] = {
             "profile": profile,
@@ -196,6 +213,8 @@ def calibrate(
             "lower_bound": lower_bound,
             "merge": merge or (),
             "deadline": deadline,
+            "dummy": dummy,
+            "measure_recording": measure_recording,
             "force": force,
             "progress": out.progress,
         }
@@ -204,11 +223,18 @@ def calibrate(
             out.note(f"part {part} is finished in {output}: --merge takes it")
             out.result({"part": part, "written": [str(output)]})
             return
-        found = api.calibrate(model, output, **options)
+        with timed() as stages:
+            found = api.calibrate(model, output, **options)
+        if dummy:
+            out.warn(f"{model}: synthetic weights; nothing here says anything about trained ones")
         for warning in found.warnings:
             out.warn(warning)
         calibration_tables(out, found)
         result = found.to_json()
+        result["measured"] = stages.to_json()
+        if dummy:
+            result["synthetic"] = True
+        stage_table(out, result["measured"])
         hardware = device_record(result["versions"]["device"])
         result["provenance"] = environment(device=hardware["name"], hardware=hardware)
         if output is not None and not result["unfinished"]:
@@ -276,9 +302,10 @@ def _check_run(
     prompts: Path | None,
     device: str,
     dtype: str,
+    *,
+    dummy: bool,
 ) -> None:
     """What a run would refuse, before its time is spent."""
-    from hybridstate.checkpoint import open_checkpoint
     from hybridstate.quant.catalogue import parse_list
     from hybridstate.quant.risk import check_k_hi
     from hybridstate.trajectories.model import torch_device, torch_dtype
@@ -286,27 +313,35 @@ def _check_run(
 
     torch_device(device)
     torch_dtype(dtype)
-    spec = open_checkpoint(model, lower_bound=lower_bound, weights=True).spec
+    spec = _checkpoint(model, lower_bound, dummy=dummy).spec
     check_k_hi(k_hi, spec)
     parse_list(formats, spec)
     if prompts is not None:
         read_texts(prompts)
 
 
+def _checkpoint(model: str, lower_bound: float | None, *, dummy: bool) -> "Checkpoint":
+    """The model's files, or what stands for those of synthetic weights."""
+    from hybridstate.checkpoint import open_checkpoint
+
+    if not dummy:
+        return open_checkpoint(model, lower_bound=lower_bound, weights=True)
+    from hybridstate.trajectories.dummy import dummy_checkpoint
+
+    return dummy_checkpoint(model, lower_bound=lower_bound)
+
+
 def _dry_run(
     out: Output,
-    model: str,
+    checkpoint: "Checkpoint",
     settings: "Protocol",
     formats: str | None,
-    lower_bound: float | None,
     folder: Path | None,
     draws: int,
 ) -> None:
-    from hybridstate.checkpoint import open_checkpoint
     from hybridstate.quant.calibration import estimate
     from hybridstate.quant.catalogue import parse_list
 
-    checkpoint = open_checkpoint(model, lower_bound=lower_bound, weights=True)
     plan = {"draws": draws} if draws > 1 else {}
     plan |= estimate(checkpoint, settings, formats=len(parse_list(formats)))
     profile = settings.profile

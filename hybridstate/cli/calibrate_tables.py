@@ -47,6 +47,30 @@ def calibration_tables(out: Output, found: "Calibration") -> None:
         out.note(f"{name} was left out: {reason}")
 
 
+def stage_table(out: Output, measured: dict[str, Any]) -> None:
+    """Where the time went, and what recording costs where that was measured."""
+    wall = measured["wall_s"]
+    rows: list[tuple[str, object]] = [
+        (name, f"{seconds:.1f} s, {100 * seconds / wall:.0f} %")
+        for name, seconds in measured["stages_s"].items()
+    ]
+    rows.append(("all", f"{wall:.1f} s"))
+    for name, seconds in measured["overlapped_s"].items():
+        rows.append((f"{name}, beside the others", f"{seconds:.1f} s"))
+    plain, recorded = measured.get("plain_step_ms"), measured.get("recorded_step_ms")
+    if recorded is not None:
+        rows.append(("generation step", f"{recorded:.2f} ms"))
+    if plain is not None:
+        rows.append(("the same without recording", f"{plain:.2f} ms"))
+    for name, size in measured["peak_memory"].items():
+        rows.append(
+            (name.removesuffix("_bytes").replace("_", " ") + " peak", f"{size / 1e9:.2f} GB")
+        )
+    if "recorded_bytes" in measured:
+        rows.append(("trajectories on disk", f"{measured['recorded_bytes'] / 1e9:.2f} GB"))
+    out.table("time of each stage", ("stage", "value"), rows)
+
+
 def _bits(packed: float, with_ring: float) -> str:
     """Bits of a value, and what recent inputs add where writes are deferred."""
     ring = with_ring - packed

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from hybridstate.cli import calibrate
 from hybridstate.trajectories.protocol import PROFILES
+from tests.trajectories.test_graphs import small
 
 
 @pytest.fixture
@@ -39,7 +40,9 @@ def test_json_is_one_document_and_files_are_named(run: Any, tiny_kda: Path, tmp_
     ]
     written = json.loads((out / "calibration.json").read_text())
     assert found["provenance"]["hardware"]["device"] == "cpu"
-    assert written == {k: v for k, v in found.items() if k not in ("written", "provenance")}
+    assert written == {
+        k: v for k, v in found.items() if k not in ("written", "provenance", "measured")
+    }
     assert "wrote calibration.json" in result.stderr
 
 
@@ -128,3 +131,23 @@ def test_dry_run_tells_draws_and_sequences(run: Any, tiny_kda: Path) -> None:
     for option, text in (("--seeds", "0"), ("--sequences", "0"), ("--deadline", "-1")):
         result = run(tiny_kda, "--json", option, text)
         assert (result.exit_code, option in document(result)["error"]["message"]) == (2, True)
+
+
+def test_synthetic_weights_are_labelled_and_timed(run: Any, tmp_path: Path) -> None:
+    model = small(tmp_path / "made", "Qwen3.6-35B-A3B", linear_num_value_heads=4)
+    options = ["--dummy", "--measure-recording", "--device", "cpu", "--formats", "int8-step"]
+    result = run(model, "-o", tmp_path / "out", *options, "--json")
+    assert result.exit_code == 0, result.stderr
+    found = document(result)["result"]
+    assert found["synthetic"] is True
+    assert found["model"]["name"] == "made (synthetic weights)"
+    measured = found["measured"]
+    assert {"load", "prefill", "generate", "write", "risk", "J", "validate", "other"} <= set(
+        measured["stages_s"]
+    )
+    assert measured["wall_s"] == pytest.approx(sum(measured["stages_s"].values()))
+    assert measured["plain_step_ms"] > 0
+    assert measured["recorded_step_ms"] > 0
+    written = (tmp_path / "out" / "calibration.json").read_text()
+    assert "measured" not in json.loads(written)
+    assert "synthetic weights" in written
