@@ -64,7 +64,8 @@ def run_fields(
     loaded: LoadedModel, prompts: tuple[Prompt, ...], protocol: Protocol, seed: int
 ) -> dict[str, Any]:
     """Everything that recorded trajectories depend on, field by field."""
-    return {
+    on_gpu = {"steps": "fixed tensors, FP32 kernel"} if loaded.device.type == "cuda" else {}
+    return on_gpu | {
         "algorithm_version": ALGORITHM_VERSION,
         "model": loaded.checkpoint.digests(),
         "prompts": [p.digest for p in prompts],

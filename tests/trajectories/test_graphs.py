@@ -1,8 +1,10 @@
 """Steps on fixed tensors: the numbers of the model's own cache and functions, on every family; graphs on a GPU."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,13 +14,15 @@ from hybridstate.families.published import CONFIGS
 from hybridstate.quant.arms import Arm, plain_arm
 from hybridstate.quant.formats import FORMATS
 from hybridstate.quant.simulate import Simulation, simulate
+from hybridstate.trajectories import graphs
 from hybridstate.trajectories.dummy import dummy_model
 from hybridstate.trajectories.graphs import Replay, attend, conv_step
 from hybridstate.trajectories.model import LoadedModel, load_model
 from hybridstate.trajectories.prompts import Prompt, make_prompts, shipped_texts
 from hybridstate.trajectories.protocol import Protocol
-from hybridstate.trajectories.record import Recording, record
-from tests.tolerances import assert_within
+from hybridstate.trajectories.record import Recording, plain_step_ms, record
+from hybridstate.trajectories.stages import timed
+from tests.tolerances import assert_within, relative_rms
 
 SMALL = Protocol(
     profile="custom",
@@ -183,3 +187,59 @@ def test_without_a_gpu_a_step_runs_eagerly_and_says_why() -> None:
         replay(phase)
     assert seen == [1, 2, 1]
     assert (replay.mode, replay.reason) == ("eager", "no GPU")
+
+
+LONGER = replace(
+    SMALL, input_tokens=64, new_tokens=200, anchors=(4, 9), horizon=40, windows=(0, 100)
+)
+
+
+def say(line: str) -> None:
+    """To the screen of a run with -s, at once."""
+    sys.stdout.write(f"\n{line}\n")
+    sys.stdout.flush()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["tiny-gdn", "tiny-kda", "gdn-2", "gdn-3", "kda"])
+def test_graphs_give_the_numbers_of_the_same_steps_run_eagerly(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run with -s: prints what was captured and milliseconds a step."""
+    loaded = build(case, tmp_path, "cuda")
+    prompts = drawn(LONGER)
+    arms = arms_of(loaded)
+
+    def run() -> tuple[Recording, Simulation, float, dict[str, Any]]:
+        with timed() as stages:
+            recording = record(loaded, prompts, LONGER, temperature=1.0, seed=3)
+            outcome = simulate(loaded, prompts, recording.generated, arms, chunk=64, batch=64)
+        step = plain_step_ms(loaded, prompts, LONGER, temperature=1.0, seed=3, updates=60)
+        return recording, outcome, step, stages.facts
+
+    captured, simulated, fast, facts = run()
+    say(f"{case}: generation {facts['generation']}, validation {facts['validation']}")
+    assert facts["generation"]["mode"] == "cuda-graph", facts["generation"]["reason"]
+    assert facts["validation"]["mode"] == "cuda-graph", facts["validation"]["reason"]
+    assert facts["validation"]["graphs"] == 3  # every 8th, every 4th and every other update
+    monkeypatch.setattr(graphs, "WARM_UP", 1 << 60)
+    eager, expected, slow, facts = run()
+    assert facts["generation"]["mode"] == "eager"
+    same = torch.equal(captured.generated, eager.generated)
+    say(f"{case}: {fast:.2f} ms a step, eagerly {slow:.2f} ms; tokens equal: {same}")
+    assert same
+    assert_same_recording(captured, eager, "replay-logits-f32")
+    assert_same_simulation(simulated, expected, 0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["tiny-gdn", "tiny-kda"])
+def test_a_graph_on_a_gpu_gives_the_models_own_numbers(case: str) -> None:
+    loaded = load_model(case, device="cuda", dtype=torch.float32)
+    prompts = drawn(SMALL)
+    options = {"temperature": 0.0, "seed": 3}
+    own = record(loaded, prompts, SMALL, **options, fixed=False)
+    fixed = record(loaded, prompts, SMALL, **options)
+    assert torch.equal(fixed.generated, own.generated)
+    for found, expected in zip(fixed.anchors, own.anchors, strict=True):
+        assert relative_rms(found, expected) < 1e-3  # TF32 or another order of sums
