@@ -122,7 +122,7 @@ def worker(kind: str, every: int, out: Path) -> None:
         )  # fmt: skip
         found |= result
         if name == "gluon" and result["problem"] is None:
-            found["problem"] = modes_differ(kind, every, step)
+            found["problem"] = modes_differ(kind, every, step) or nan_spreads(kind, every, step)
     except Exception as error:  # compilers raise anything; the line says what
         found["problem"] = f"{type(error).__name__}: {str(error)[-600:]}"
     out.write_text(json.dumps(found))
@@ -147,6 +147,27 @@ def modes_differ(kind: str, every: int, step: Step) -> str | None:
     first, second = (LAYOUT.unpack(x).double() for x in pools)
     error = float((first - second).norm() / first.norm())
     return None if error < 1e-3 else f"states of the modes differ by {error:.1e}"
+
+
+def nan_spreads(kind: str, every: int, step: Step) -> str | None:
+    """Whether a NaN in one value column leaves its slot and head, or is requantised into numbers."""
+    pool, ring, slots = random_pool(4), new_ring(kind, 4, every), torch.arange(4, device="cuda")
+    scale = torch.ones(HEADS, 128, device="cuda")
+    for turn in range(every + 1):
+        inputs = draw(kind, 4, "cuda", turn)
+        if turn == 0:
+            inputs[2][1, 5, 40] = float("nan")
+        out = torch.empty_like(inputs[2])
+        step(*inputs, pool, ring, slots, out, scale, LAYOUT)
+    bad = ~torch.isfinite(LAYOUT.unpack(pool))
+    if not bool(bad[1, 5, 16:, 32:64].all()) or int(bad[1, 5, :16].sum()) != 16:
+        return "a NaN was stored as a number"
+    if int(bad.sum()) != 112 * 32 + 16:
+        return "a NaN left its group"
+    wrong = (~torch.isfinite(out)).nonzero().tolist()
+    return (
+        None if wrong == [[1, 5, x] for x in range(32, 64)] else f"outputs not finite: {wrong[:4]}"
+    )
 
 
 def run_checks(out: Path, report: Report, lengths: tuple[int, ...]) -> set[tuple[str, int]]:
@@ -458,6 +479,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     torch.set_num_threads(2)
+    torch.manual_seed(0)
     if arguments.worker:
         worker(arguments.worker[0], int(arguments.worker[1]), arguments.out)
         return 0

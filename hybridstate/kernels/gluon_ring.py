@@ -78,6 +78,12 @@ def _add(a, b):
 
 
 @gluon.jit
+def _floored(g):
+    """Log decays above the floor; a NaN stays one."""
+    return gl.where(g < FLOOR, FLOOR, g)
+
+
+@gluon.jit
 def _ring_rows(base, held, columns):
     """The held rows of a ring [entry, 128] in float32, zero where nothing is held."""
     entry = gl.arange(0, held.shape[0], layout=held.type.layout)
@@ -187,6 +193,14 @@ def _rewrite(
             gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, SCALES)), 1) * 16
             + gl.expand_dims(gl.arange(0, 16, layout=CHANNEL), 0)
         )  # fmt: skip
+        # A maximum drops NaN: a value that is not a number makes its column so in every channel, the first included,
+        # and poisons the scales of its group.
+        probe = _tile_of(mma_v2(left, right.index(0).permute((1, 0)).load(RIGHT), zero)) * 0.0
+        poison = gl.sum(gl.sum(gl.sum(probe, 3), 0), 1)  # [g]
+        poison = gl.convert_layout(poison, gl.SliceLayout(1, SCALES))
+        poisons = gl.allocate_shared_memory(gl.float32, [4, 16], SHARED2)  # registers are scarce
+        poisons.store(gl.expand_dims(poison, 1) + gl.zeros([4, 16], gl.float32, layout=SCALES))
+        _barrier()
         for c in range(LOW):
             code = mma_v2(_left_codes(codes.index(c).load(CODE_VECTORS)), identity, minus_128)
             write = mma_v2(left, right.index(c + HIGH).permute((1, 0)).load(RIGHT), zero)
@@ -195,10 +209,11 @@ def _rewrite(
                 scale = scale * gl.expand_dims(decays.index(c + HIGH).load(CHANNEL), 0)
             else:
                 scale = scale * decay
+            poisoned = poisons.load(SCALES) + scale * 0.0
             scale = gl.expand_dims(gl.expand_dims(scale * UNIT, 1), 0)
             new = _tile_of(code) * scale + _tile_of(write)
             largest = gl.maximum(gl.max(gl.max(gl.abs(new), 0), 1), TINY_GROUP)
-            gl.store(p_scales + c * 64 + scale_offsets, largest * (1.0 / 127.0))
+            gl.store(p_scales + c * 64 + scale_offsets, largest * (1.0 / 127.0) + poisoned)
             inverse = 127.0 * _reciprocal(largest)
             rounded = new * gl.expand_dims(gl.expand_dims(inverse, 1), 0) + ROUND
             split = gl.permute(gl.reshape(_low_bytes(rounded), [4, 4, 8, 4, 4]), [0, 2, 3, 1, 4])
@@ -266,11 +281,11 @@ def ring_kernel(
     p_values = ring_values + (slot * H + h) * (ROOM * 128)
     if KDA:
         p_gates = ring_gates + (slot * H + h) * (ROOM * 128)
-        g_row = gl.maximum(gl.load(g + bh.to(gl.int64) * 128 + flat).to(gl.float32), FLOOR)
+        g_row = _floored(gl.load(g + bh.to(gl.int64) * 128 + flat).to(gl.float32))
         g_row = g_row.to(gl.float16).to(gl.float32)
     else:
         p_gates = ring_gates + (slot * H + h) * EVERY
-        g_row = gl.maximum(gl.load(g + bh).to(gl.float32), FLOOR)
+        g_row = _floored(gl.load(g + bh).to(gl.float32))
     held = gl.arange(0, EVERY, layout=gl.SliceLayout(1, RING)) < count
     past_keys = _ring_rows(p_keys, held, flat)
     past_values = _ring_rows(p_values, held, flat)
@@ -301,6 +316,7 @@ def ring_kernel(
         k_read = k_row * UP
         q_read = q_row * UP
     both = gl.permute(gl.reshape(gl.join(k_read, q_read), [8, 16, 2]), [0, 2, 1])
+    _barrier()  # the layout changes above may have used the same memory
     _view(vectors, gl.float32, [8, 2, 16], SHARED3).store(both)
     q_norm = gl.rsqrt(gl.sum(q_row * q_row, 0) + NORM_EPSILON) * Q_SCALE
     k_norm = gl.rsqrt(gl.sum(k_row * k_row, 0) + NORM_EPSILON)
@@ -386,7 +402,18 @@ def _end_rewrite(
         g = gl.convert_layout(g, COLUMNS, assert_trivial=True)
     left, right = _fold_operands(p_keys, p_values, p_gates, count, key, value, g, KDA, True)
     _rewrite(
-        p_halves, p_codes, p_scales, halves, codes, scales, decays, decay, left, right, HIGH, KDA
+        p_halves,
+        p_codes,
+        p_scales,
+        halves,
+        codes,
+        scales,
+        decays,
+        decay,
+        left,
+        right,
+        HIGH,
+        KDA,
     )
     gl.store(p_phase, 0)
 
@@ -431,7 +458,18 @@ def flush_kernel(
     async_copy.wait_group(0)
     _barrier()
     _rewrite(
-        p_halves, p_codes, p_scales, halves, codes, scales, decays, decay, left, right, HIGH, KDA
+        p_halves,
+        p_codes,
+        p_scales,
+        halves,
+        codes,
+        scales,
+        decays,
+        decay,
+        left,
+        right,
+        HIGH,
+        KDA,
     )
     gl.store(p_phase, 0)
 

@@ -29,7 +29,8 @@ def _part(
     tile = held[:, None] & mask[None, :]
     keys = tl.load(p_keys + at, tile, 0.0).to(tl.float32)
     if KDA:
-        gate = tl.maximum(tl.load(g + rows, mask, 0.0).to(tl.float32), FLOOR)
+        gate = tl.load(g + rows, mask, 0.0).to(tl.float32)
+        gate = tl.where(gate < FLOOR, FLOOR, gate)
         gate = gate.to(p_gates.dtype.element_ty).to(tl.float32)
         past = tl.load(p_gates + at, tile, 0.0).to(tl.float32)
         since = tl.sum(past, 0) + gate
@@ -62,9 +63,14 @@ def _folded(
 
 
 @triton.jit
+def _saturated(x):
+    """Within FP16; a NaN stays one."""
+    return tl.where(x > HALF_MAX, HALF_MAX, tl.where(x < -HALF_MAX, -HALF_MAX, x))
+
+
+@triton.jit
 def _store_half(p, state, tile):
-    state = tl.minimum(tl.maximum(state, -HALF_MAX), HALF_MAX)
-    tl.store(p, state.to(tl.float16), tile)
+    tl.store(p, _saturated(state).to(tl.float16), tile)
 
 
 @triton.jit
@@ -73,7 +79,9 @@ def _store_codes(p, p_scale, state, tile, rows):
     usable = largest > SMALLEST
     inverse = tl.where(usable, 127.0 / tl.where(usable, largest, 1.0), 0.0)
     rounded = (state * inverse[None, :] + ROUND).to(tl.int32, bitcast=True).to(tl.int8)
-    tl.store(p_scale, tl.where(usable, largest / 127.0, 0.0), rows)
+    # a maximum would drop a NaN, and a number would be stored in its place
+    poison = tl.sum(tl.where(tile, state * 0.0, 0.0), 0)
+    tl.store(p_scale, tl.where(usable, largest / 127.0, 0.0) + poison, rows)
     tl.store(p, rounded, tile)
 
 
@@ -124,7 +132,8 @@ def ring_kernel(
         if count > 0:
             total += tl.load(p_gates + count - 1)
         if not FLUSH:
-            total += tl.maximum(tl.load(g).to(tl.float32), FLOOR)
+            present = tl.load(g).to(tl.float32)
+            total += tl.where(present < FLOOR, FLOOR, present)
         fade = tl.exp(total - tl.load(p_gates + entry, held, 0.0))
 
     u = tl.arange(0, HP)
@@ -188,8 +197,7 @@ def ring_kernel(
             delta = tl.load(beta + bh).to(tl.float32) * (value / c - k_read)
             o = (q_read + kq * delta) * c
             tl.store(out + b * out_batch + h * V + cols, o.to(out.dtype.element_ty), live)
-            value16 = tl.minimum(tl.maximum(delta, -HALF_MAX), HALF_MAX)
-            value16 = value16.to(ring_values.dtype.element_ty)
+            value16 = _saturated(delta).to(ring_values.dtype.element_ty)
         if full:
             value = value16.to(tl.float32)[:, None]
             s_hi = _folded(
