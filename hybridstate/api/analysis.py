@@ -8,9 +8,9 @@ from hybridstate.defaults import EPSILON, W_MAX
 
 if TYPE_CHECKING:
     from hybridstate.checkpoint.inspection import Inspection
-    from hybridstate.horizons.observed import HorizonValidation
     from hybridstate.plan.analysis import Analysis
     from hybridstate.plan.placement import Balance
+    from hybridstate.quality.validation import Validation
 
     Progress = Callable[[str, int, int], None]
 
@@ -20,6 +20,7 @@ def analyze(
     *,
     w_max: Sequence[int] = W_MAX,
     gate_input: float | None = None,
+    gate_input_from: str | Path | None = None,
     epsilon: float = EPSILON,
     lower_bound: float | None = None,
     tp: int = 1,
@@ -38,6 +39,7 @@ def analyze(
         model: folder, Hub name (`org/name[@revision]`) or embedded name.
         w_max: cutoffs in tokens.
         gate_input: representative gate input a_s, None for the paper's value or the default of the gate.
+        gate_input_from: take the a_s that a recorded `analyze --validate` of this model chose.
         epsilon: share still present at the horizon.
         lower_bound: l of the safe gate, for configs that do not state it.
         tp: tensor-parallel ranks that share the heads.
@@ -52,6 +54,7 @@ def analyze(
         PlanMismatch: the ranks do not divide the heads, or `hybrid` with quantised linear weights.
     """
     from hybridstate.checkpoint import open_checkpoint
+    from hybridstate.horizons.gate_input import resolve_gate_input
     from hybridstate.horizons.static import static_horizons
     from hybridstate.plan.analysis import (
         Analysis,
@@ -71,8 +74,7 @@ def analyze(
     check_tp(spec, tp)
     if balance == "hybrid":
         check_permutable(checkpoint)
-    a_s = spec.default_gate_input if gate_input is None else gate_input
-    a_s_source = spec.default_gate_input_source if gate_input is None else "given"
+    a_s, a_s_source = resolve_gate_input(checkpoint, given=gate_input, measured=gate_input_from)
     horizons = tuple(
         static_horizons(
             checkpoint.decay(layer),
@@ -139,48 +141,89 @@ def inspect(
 def validate_horizons(
     model: str | Path,
     *,
-    prefixes: int = 8,
-    tokens: int = 1024,
+    text: str | Path | None = None,
+    tiers: Sequence[int] | None = None,
+    per_tier: int | None = None,
+    chars_per_token: float | None = None,
+    candidates: int | None = None,
+    objective: str = "rank",
+    intervention: int = 0,
     w_max: Sequence[int] = W_MAX,
     gate_input: float | None = None,
+    gate_input_from: str | Path | None = None,
     epsilon: float = EPSILON,
     lower_bound: float | None = None,
+    chunk: int | None = None,
     device: str = "cpu",
     progress: "Progress | None" = None,
-) -> "HorizonValidation":
-    """Run the model on held-out prose and compare static horizons with what its gates did.
+) -> "Validation":
+    """Run the model on text and compare static horizons with what its gates did (DASC 3.2-3.4, A.2).
 
     Args:
         model: folder or embedded name.
-        prefixes, tokens: how many stretches of the held-out book, and how long.
+        text: ShareGPT JSON, `messages` JSONL or plain text; by default held-out prose.
+        tiers: prefix lengths in tokens, by default those that fit tokenizer and text.
+        per_tier, chars_per_token, candidates: see `trajectories.prefixes.Prefixes`.
+        objective: which choice of a_s a plan may take: `rank` or `median`.
+        intervention: examples per depth of the cached-state intervention, 0 for none.
         w_max: cutoffs at which the decisions are compared.
-        gate_input, epsilon, lower_bound: see `analyze`.
+        gate_input, gate_input_from, epsilon, lower_bound: see `analyze`.
+        chunk: tokens of one forward call; whole prefixes by default.
         device: `auto`, `cpu` or `cuda`.
         progress: called with (stage, done, total).
 
     Raises:
-        SourceError, UnsupportedModel, NumericError, MissingRequirement: see `hybridstate.errors`.
+        SourceError, UnsupportedModel, NumericError, UsageError, MissingRequirement: see
+            `hybridstate.errors`.
     """
+    from typing import cast
+
     from hybridstate.checkpoint import require_weights
-    from hybridstate.horizons.observed import observed_horizons, state_magnitude, validate
-    from hybridstate.trajectories import prompts
+    from hybridstate.horizons.gate_input import Objective
+    from hybridstate.quality.intervention import ProbeOptions, probe
+    from hybridstate.quality.validation import ValidationOptions, domain_sequences, validate
+    from hybridstate.trajectories.documents import plain_text, read_documents
     from hybridstate.trajectories.model import load_model
-    from hybridstate.trajectories.record import observe_prefixes
+    from hybridstate.trajectories.prefixes import choose_prefixes
+    from hybridstate.trajectories.prompts import HELDOUT, heldout_text
 
     require_weights(model)
+    documents = plain_text(HELDOUT, heldout_text()) if text is None else read_documents(text)
     static = analyze(
-        model, w_max=w_max, gate_input=gate_input, epsilon=epsilon, lower_bound=lower_bound
+        model,
+        w_max=w_max,
+        gate_input=gate_input,
+        gate_input_from=gate_input_from,
+        epsilon=epsilon,
+        lower_bound=lower_bound,
     )
     loaded = load_model(model, device=device, lower_bound=lower_bound)
-    text = prompts.prefixes(loaded.encode, prompts.heldout_text(), count=prefixes, tokens=tokens)
-    seen = observe_prefixes(loaded, text, progress=progress)
-    return validate(
-        static.horizons,
-        [observed_horizons(mean, epsilon) for mean in seen.mean_log_decay],
-        [state_magnitude(states, loaded.spec.unit) for states in seen.states],
-        indices=[layer.index for layer in loaded.spec.layers],
-        w_max=w_max,
-        tokens=tokens,
-        source="Bleak House, held out",
-        gate_input=static.gate_input,
+    wanted = choose_prefixes(
+        loaded.vocabulary,
+        device=loaded.device.type,
+        given_text=text is not None,
+        tiers=tiers,
+        per_tier=per_tier,
+        chars_per_token=chars_per_token,
+        candidates=candidates,
     )
+    options = ValidationOptions(
+        wanted,
+        cast("Objective", objective),
+        domain_sequences=domain_sequences(loaded.device.type),
+        chunk=chunk,
+    )
+    found = validate(
+        loaded,
+        documents,
+        options,
+        w_max=w_max,
+        gate_input=static.gate_input,
+        gate_input_source=static.gate_input_source,
+        epsilon=epsilon,
+        progress=progress,
+    )
+    if not intervention:
+        return found
+    asked = ProbeOptions.on(loaded.device.type, examples=intervention)
+    return found.with_intervention(probe(loaded, asked, progress=progress))

@@ -5,7 +5,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hybridstate.cli.analyze_tables import analysis_tables, remarks, validation_tables
+from hybridstate.cli.analyze_options import (
+    Candidates,
+    CharsPerToken,
+    Chunk,
+    GateObjective,
+    Intervention,
+    PerTier,
+    Text,
+    Tiers,
+    ValidationArguments,
+    parse_tiers,
+)
+from hybridstate.cli.analyze_tables import analysis_tables, remarks
+from hybridstate.cli.analyze_validation import validation_tables
 from hybridstate.cli.capacity_tables import capacity_tables
 from hybridstate.cli.options import (
     Balance,
@@ -15,6 +28,7 @@ from hybridstate.cli.options import (
     Epsilon,
     Force,
     GateInput,
+    GateInputFrom,
     Json,
     LowerBound,
     Model,
@@ -45,6 +59,7 @@ def register(app: typer.Typer) -> None:
         epilog="Example: hybridstate analyze tiny-kda\n\n"
         "Example: hybridstate analyze ./Qwen3.6-35B-A3B --w-max 64 --w-max 256 -o out\n\n"
         "Example: hybridstate analyze Qwen/Qwen3-Next-80B-A3B-Instruct --dry-run\n\n"
+        "Example: hybridstate analyze tiny-kda --validate --intervention 100 --device cuda -o out\n\n"
         "Example: hybridstate analyze ./Kimi-Linear-48B --tp 8 --balance storage --budget 8GiB "
         "--concurrency 64 --report report",
     )(analyze)
@@ -54,6 +69,7 @@ def analyze(
     model: Model,
     w_max: WMax = None,
     gate_input: GateInput = "auto",
+    gate_input_from: GateInputFrom = None,
     epsilon: Epsilon = EPSILON,
     lower_bound: LowerBound = None,
     tp: TensorParallel = 1,
@@ -88,8 +104,16 @@ def analyze(
     ] = None,
     validate: Annotated[
         bool,
-        typer.Option("--validate", help="Also run the model on 8 prose prefixes (needs torch)."),
+        typer.Option("--validate", help="Also run the model on text (needs torch)."),
     ] = False,
+    text: Text = None,
+    tiers: Tiers = None,
+    per_tier: PerTier = None,
+    chars_per_token: CharsPerToken = None,
+    candidates: Candidates = None,
+    gate_objective: GateObjective = None,
+    intervention: Intervention = None,
+    chunk: Chunk = None,
     device: Device = "cpu",
     offline: Offline = False,
     cache_dir: CacheDir = None,
@@ -104,6 +128,11 @@ def analyze(
     the Hub, and needs neither torch nor transformers. With --tp it also places the state on ranks,
     with --budget it counts the slots that fit. -o writes analysis.json and the figures with the CSV
     behind each, --report the same as one page.
+
+    --validate compares static horizons with what the gates did on prefixes of text (DASC 3.4, A.2),
+    chooses the gate input on every other prefix and reports on the rest, pools the decay of three
+    domains, and with --intervention asks what the model loses without its state. Its figures are
+    drawn with -o.
     """
     with command("analyze", model=model, json=json, quiet=quiet) as out:
         from hybridstate.checkpoint import open_checkpoint, require_weights
@@ -114,6 +143,17 @@ def analyze(
         from hybridstate.provenance import check_output_folder
 
         a_s = parse_gate_input(gate_input)
+        wanted = ValidationArguments(
+            text,
+            parse_tiers(tiers),
+            per_tier,
+            chars_per_token,
+            candidates,
+            gate_objective,
+            intervention,
+            chunk,
+        )
+        wanted.check(validate=validate)
         check_device(device)
         mode = parse_balance(balance)
         memory = None if budget is None else parse_bytes(budget)
@@ -137,7 +177,7 @@ def analyze(
             check_tp(checkpoint.spec, tp)
             if mode == "hybrid":
                 check_permutable(checkpoint)
-            _dry_run(out, checkpoint, output, report, tp)
+            _dry_run(out, checkpoint, output, report, tp, validate=validate)
             return
         from hybridstate import api
 
@@ -151,6 +191,7 @@ def analyze(
             model,
             w_max=w_max or W_MAX,
             gate_input=a_s,
+            gate_input_from=gate_input_from,
             epsilon=epsilon,
             lower_bound=lower_bound,
             tp=tp,
@@ -165,20 +206,26 @@ def analyze(
         remarks(out, analysis)
         analysis_tables(out, analysis)
         capacity_tables(out, analysis)
+        drawn: dict[str, Any] | None = None
         if validate:
             validation = api.validate_horizons(
                 model,
                 w_max=w_max or W_MAX,
                 gate_input=a_s,
+                gate_input_from=gate_input_from,
                 epsilon=epsilon,
                 lower_bound=lower_bound,
                 device=device,
                 progress=out.progress,
+                **wanted.given(),
             )
             result["validation"] = validation.to_json()
-            validation_tables(out, validation)
+            for warning in validation.warnings:
+                out.warn(warning)
+            validation_tables(out, result["validation"])
+            drawn = validation.to_json(all_units=True)
         if output is not None:
-            written = _write(output, analysis, result, force=force)
+            written = _write(output, analysis, result, drawn, force=force)
             result["written"] = written
             out.note(f"wrote {len(written)} files to {output}")
         if report is not None:
@@ -206,7 +253,13 @@ def _check_apart(output: Path | None, report: Path | None) -> None:
 
 
 def _dry_run(
-    out: Output, checkpoint: "Checkpoint", folder: Path | None, report: Path | None, tp: int
+    out: Output,
+    checkpoint: "Checkpoint",
+    folder: Path | None,
+    report: Path | None,
+    tp: int,
+    *,
+    validate: bool,
 ) -> None:
     for note in checkpoint.notes:
         out.note(note)
@@ -224,7 +277,7 @@ def _dry_run(
         note=f"{len(reads)} tensors, {total:,} bytes, and {checkpoint.header_bytes:,} bytes in the "
         f"headers of {len(checkpoint.files)} files, of {size:,} bytes",
     )
-    names = _file_names(checkpoint.spec.unit, tp)
+    names = _file_names(checkpoint.spec.unit, tp, validate=validate)
     writes = [] if folder is None else [str(folder / name) for name in names]
     if writes:
         out.text(f"would write {len(writes)} files to {folder}")
@@ -287,17 +340,24 @@ def _reads(checkpoint: "Checkpoint") -> list[dict[str, Any]]:
     ]
 
 
-def _file_names(unit: str, tp: int) -> list[str]:
-    from hybridstate.figures import figure_names
+def _file_names(unit: str, tp: int, *, validate: bool) -> list[str]:
+    from hybridstate.figures import VALIDATION_FIGURES, figure_names
 
-    names = figure_names(unit, tp)
+    names = [*figure_names(unit, tp), *(VALIDATION_FIGURES if validate else ())]
     return ["analysis.json", *(f"{name}.{kind}" for name in names for kind in ("csv", "png"))]
 
 
-def _write(folder: Path, analysis: "Analysis", result: dict[str, Any], *, force: bool) -> list[str]:
+def _write(
+    folder: Path,
+    analysis: "Analysis",
+    result: dict[str, Any],
+    validation: dict[str, Any] | None,
+    *,
+    force: bool,
+) -> list[str]:
     import json
 
-    from hybridstate.figures import analysis_figures
+    from hybridstate.figures import analysis_figures, validation_figures
     from hybridstate.provenance import environment, fresh_folder
 
     document = result | {"environment": environment()}
@@ -305,6 +365,8 @@ def _write(folder: Path, analysis: "Analysis", result: dict[str, Any], *, force:
         text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         (partial / "analysis.json").write_text(text, encoding="utf-8")
         analysis_figures(analysis, partial)
+        if validation is not None:
+            validation_figures(validation, analysis.source.name, partial)
         names = sorted(path.name for path in partial.iterdir())
     return [str(folder / name) for name in names]
 

@@ -1,11 +1,10 @@
-"""Tables of `hybridstate analyze`: model, horizons, retained units, bytes, validation."""
+"""Tables of `hybridstate analyze`: model, horizons, retained units, bytes."""
 
 from typing import TYPE_CHECKING
 
 from hybridstate.cli.output import Output
 
 if TYPE_CHECKING:
-    from hybridstate.horizons.observed import HorizonValidation
     from hybridstate.plan.analysis import Analysis
 
 
@@ -102,34 +101,3 @@ def _fixed(value: float, digits: int) -> str:
 
 def _ratio(value: float | None) -> str | None:
     return None if value is None else f"{value:.2f}x"
-
-
-def validation_tables(out: Output, found: "HorizonValidation") -> None:
-    """Static against observed horizons."""
-    title = f"static horizons against {found.prefixes} prefixes of {found.tokens:,} tokens"
-    out.table(
-        f"{title} ({found.source})",
-        ("Spearman, per prefix and layer", "median", "25 %", "75 %", "pairs", "constant"),
-        [
-            (name, *map(_rho, (a.median, a.lower_quartile, a.upper_quartile)), a.pairs, constant)
-            for name, a in (
-                ("observed horizon H_e", found.horizons),
-                ("state magnitude M_S", found.magnitudes),
-            )
-            for constant in (a.constant_pairs,)
-        ],
-        note="constant: pairs left out because all units were equal",
-    )
-    out.table(
-        "the cutoff, decided by static and by observed horizons",
-        ("W_max", "same side %", "omitted", "omitted but longer"),
-        [
-            (c.w_max, _fixed(100 * c.same_side, 1), c.omitted, c.omitted_but_longer)
-            for c in found.cutoffs
-        ],
-        note="units counted once per prefix",
-    )
-
-
-def _rho(value: float | None) -> str | None:
-    return None if value is None else f"{value:.3f}"

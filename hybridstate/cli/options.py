@@ -78,6 +78,15 @@ GateInput = Annotated[
         help="Representative gate input a_s; auto takes the paper's value, or a default with a warning.",
     ),
 ]
+GateInputFrom = Annotated[
+    Path | None,
+    typer.Option(
+        "--gate-input-from",
+        metavar="FILE",
+        help="Take the gate input that a recorded analyze --validate --json chose for this model.",
+        show_default=False,
+    ),
+]
 Epsilon = Annotated[
     float,
     typer.Option("--epsilon", metavar="FLOAT", help="Share still present at the horizon."),

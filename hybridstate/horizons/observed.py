@@ -105,6 +105,30 @@ def cutoff_agreement(static: Sequence[F64], observed: Sequence[F64], w_max: int)
 
 
 @dataclass(frozen=True, slots=True)
+class Agreement:
+    """Static horizons at one gate input against what some prefixes showed.
+
+    Attributes:
+        gate_input: a_s of the static horizons, and where it comes from.
+        prefixes: how many.
+        horizons: H_s against H_e.
+        magnitudes: H_s against M_S.
+        cutoffs: decisions at each W_max.
+    """
+
+    gate_input: float
+    gate_input_source: str
+    prefixes: int
+    horizons: RankAgreement
+    magnitudes: RankAgreement
+    cutoffs: tuple[CutoffAgreement, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self) | {"cutoffs": [asdict(cutoff) for cutoff in self.cutoffs]}
+
+
+@dataclass(frozen=True, slots=True)
 class LayerAgreement:
     """Median over prefixes of one layer's correlations; None where all pairs were constant.
 
@@ -117,51 +141,42 @@ class LayerAgreement:
     horizons_by_prefix: tuple[float | None, ...] = ()
     magnitudes_by_prefix: tuple[float | None, ...] = ()
 
-
-@dataclass(frozen=True, slots=True)
-class HorizonValidation:
-    """Static horizons against what prefixes showed.
-
-    Attributes:
-        prefixes, tokens: how many, and how long.
-        source: where the text came from.
-        gate_input: a_s of the static horizons.
-        horizons: H_s against H_e.
-        magnitudes: H_s against M_S.
-        cutoffs: decisions at each W_max.
-        layers: per linear layer.
-    """
-
-    prefixes: int
-    tokens: int
-    source: str
-    gate_input: float
-    horizons: RankAgreement
-    magnitudes: RankAgreement
-    cutoffs: tuple[CutoffAgreement, ...]
-    layers: tuple[LayerAgreement, ...]
-
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return asdict(self) | {
-            "cutoffs": [asdict(cutoff) for cutoff in self.cutoffs],
-            "layers": [asdict(layer) for layer in self.layers],
-        }
+        return asdict(self)
 
 
-def validate(
+def agreement(
     static: Sequence[F64],
     observed: Sequence[F64],
     magnitudes: Sequence[F64],
     *,
-    indices: Sequence[int],
     w_max: Sequence[int],
-    tokens: int,
-    source: str,
     gate_input: float,
-) -> HorizonValidation:
-    """All comparisons of one model; `indices` are the block indices of the linear layers."""
-    layers = tuple(
+    gate_input_source: str,
+    prefixes: Sequence[int] | None = None,
+) -> Agreement:
+    """Ranks and decisions over the prefixes `prefixes` (all by default)."""
+    rows = list(range(len(observed[0])) if prefixes is None else prefixes)
+    seen, norms = ([layer[rows] for layer in side] for side in (observed, magnitudes))
+    return Agreement(
+        gate_input=gate_input,
+        gate_input_source=gate_input_source,
+        prefixes=len(rows),
+        horizons=rank_agreement(static, seen),
+        magnitudes=rank_agreement(static, norms),
+        cutoffs=tuple(cutoff_agreement(static, seen, w) for w in w_max),
+    )
+
+
+def layer_agreements(
+    static: Sequence[F64],
+    observed: Sequence[F64],
+    magnitudes: Sequence[F64],
+    indices: Sequence[int],
+) -> tuple[LayerAgreement, ...]:
+    """Every layer on its own; `indices` are the block indices of the linear layers."""
+    return tuple(
         LayerAgreement(
             index,
             rank_agreement([horizons], [layer]).median,
@@ -172,14 +187,4 @@ def validate(
         for index, horizons, layer, magnitude in zip(
             indices, static, observed, magnitudes, strict=True
         )
-    )
-    return HorizonValidation(
-        prefixes=len(observed[0]),
-        tokens=tokens,
-        source=source,
-        gate_input=gate_input,
-        horizons=rank_agreement(static, observed),
-        magnitudes=rank_agreement(static, magnitudes),
-        cutoffs=tuple(cutoff_agreement(static, observed, w) for w in w_max),
-        layers=layers,
     )

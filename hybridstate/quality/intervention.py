@@ -201,6 +201,11 @@ class ProbeOptions:
     rows: int = 32
     depths: tuple[float, ...] = DEPTHS
 
+    @classmethod
+    def on(cls, device: str, *, examples: int) -> "ProbeOptions":
+        """As many sequences at once as a device takes well."""
+        return cls(examples=examples, rows=256 if device == "cuda" else 32)
+
     def check(self) -> None:
         """Refuse what cannot run.
 

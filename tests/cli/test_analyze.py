@@ -9,12 +9,6 @@ from typer.testing import CliRunner, Result
 
 from hybridstate import api
 from hybridstate.cli.main import app
-from hybridstate.horizons.observed import (
-    CutoffAgreement,
-    HorizonValidation,
-    LayerAgreement,
-    RankAgreement,
-)
 from tests.tiny import write_checkpoint
 
 
@@ -118,34 +112,85 @@ def test_stated_lower_bound_switches_to_the_safe_gate(tiny_kda: Path) -> None:
     assert found["horizons"]["gate_input"] == 0.0
 
 
+class Observed:
+    """A validation that was not run: what the tables and the JSON document are made from."""
+
+    warnings = ("the rank objective is flat",)
+
+    def to_json(self, *, all_units: bool = False) -> dict[str, Any]:
+        ranks = {"median": 0.98765, "lower_quartile": 0.9, "upper_quartile": 1.0}
+        ranks |= {"pairs": 24, "constant_pairs": 0}
+        none = dict.fromkeys(("median", "lower_quartile", "upper_quartile"))
+        agreed = {
+            "gate_input": -0.3,
+            "gate_input_source": "default",
+            "prefixes": 8,
+            "horizons": ranks,
+            "magnitudes": none | {"pairs": 24, "constant_pairs": 24},
+            "cutoffs": [
+                {"w_max": 64, "same_side": 0.9083, "omitted": 4232, "omitted_but_longer": 2}
+            ],
+        }
+        tier = {"tier": 1024, "eligible": 9, "tokenised": 9, "qualified": 7, "selected": 8}
+        choice = {"objective": "rank", "gate_input": 0.7, "value": 0.9, "flat": False}
+        domain = {"domain": "math", "sequences": 2, "tokens": 64, "with_reference": None}
+        return agreed | {
+            "source": "a book",
+            "prefix_selection": {"tiers": [tier | {"fallbacks": 1}], "fallbacks": 1},
+            "held_out": [agreed | {"prefixes": 4}],
+            "gate_input_objective": "rank",
+            "gate_input_choices": {"rank": choice},
+            "decay": {"domains": [domain | {"p10": 0.1, "p50": 0.9, "p90": 0.99}]},
+            "units": None,
+            "intervention": None,
+        }
+
+
 def test_validation_is_tabled_and_carried_in_json(
     tiny_kda: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[dict[str, Any]] = []
 
-    def observed(model: str, **options: Any) -> HorizonValidation:
+    def observed(model: str, **options: Any) -> Observed:
         calls.append(options)
-        return HorizonValidation(
-            prefixes=8,
-            tokens=1024,
-            source="a book",
-            gate_input=-0.3,
-            horizons=RankAgreement(0.98765, 0.9, 1.0, 24, 0),
-            magnitudes=RankAgreement(None, None, None, 24, 24),
-            cutoffs=(CutoffAgreement(64, 0.9083, 4232, 2),),
-            layers=(LayerAgreement(0, 0.99, None),),
-        )
+        return Observed()
 
     monkeypatch.setattr(api, "validate_horizons", observed)
-    table = run("analyze", tiny_kda, "--validate", "--w-max", "64")
+    table = run(
+        *("analyze", tiny_kda, "--validate", "--w-max", "64", "--tiers", "64,32", "--per-tier", 3),
+        *("--gate-objective", "median", "--intervention", 5, "--chars-per-token", 1.5),
+    )
     assert table.exit_code == 0, table.output
     assert "observed horizon H_e              0.988" in table.stdout
+    assert "8 of 1,024 tokens, 1 shorter than asked for" in table.stdout
     assert "4,232" in table.stdout
+    assert "rank: 0.7, objective 0.900 there" in table.stdout
+    assert "the rank objective is flat" in table.stderr
     assert calls[0]["w_max"] == [64]
     assert calls[0]["device"] == "cpu"
+    given = {"tiers": (64, 32), "per_tier": 3, "objective": "median", "intervention": 5}
+    assert given.items() <= calls[0].items()
+    assert "text" not in calls[0]
     found = document(run("analyze", tiny_kda, "--validate", "--json"))["result"]["validation"]
     assert found["magnitudes"]["median"] is None
     assert found["cutoffs"][0]["omitted_but_longer"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--per-tier", "3"), "--per-tier needs --validate"),
+        (("--gate-objective", "rank"), "--gate-objective needs --validate"),
+        (("--validate", "--gate-objective", "mean"), "takes rank or median"),
+        (("--validate", "--tiers", "64,x"), "whole numbers separated by commas"),
+    ],
+)
+def test_validation_options_that_do_nothing_are_refused(
+    tiny_kda: Path, options: tuple[str, ...], message: str
+) -> None:
+    found = run("analyze", tiny_kda, *options)
+    assert found.exit_code == 2
+    assert message in found.stderr
 
 
 def test_doctor_reports_versions_and_models() -> None:

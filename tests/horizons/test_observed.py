@@ -1,5 +1,6 @@
 """Observed horizons, state magnitudes and the two kinds of agreement, against values by hand and scipy."""
 
+import json
 import math
 
 import numpy as np
@@ -8,12 +9,13 @@ from scipy.stats import spearmanr
 
 from hybridstate.errors import NumericError
 from hybridstate.horizons.observed import (
+    agreement,
     cutoff_agreement,
+    layer_agreements,
     observed_horizons,
     rank_agreement,
     rank_correlation,
     state_magnitude,
-    validate,
 )
 
 
@@ -71,24 +73,26 @@ def test_cutoff_agreement_is_strict_and_counts_lost_units() -> None:
     assert (found.omitted, found.omitted_but_longer) == (4, 2)
 
 
-def test_validation_is_plain_json_and_perfect_on_itself() -> None:
+def test_agreement_is_plain_json_and_perfect_on_itself() -> None:
     static = [np.array([[1.0, 20.0], [300.0, 4.0]])]
     observed = [np.stack([static[0], static[0] * 1.01])]
-    found = validate(
-        static,
-        observed,
-        [1 / observed[0]],
-        indices=[2],
-        w_max=(16, 64),
-        tokens=32,
-        source="synthetic",
-        gate_input=-0.3,
-    ).to_json()
+    options = {"w_max": (16, 64), "gate_input": -0.3, "gate_input_source": "default"}
+    found = agreement(static, observed, [1 / observed[0]], **options).to_json()
+    assert json.loads(json.dumps(found)) == json.loads(json.dumps(found, allow_nan=False))
     assert found["horizons"]["median"] == pytest.approx(1.0)
     assert found["magnitudes"]["median"] == pytest.approx(-1.0)
     assert [c["same_side"] for c in found["cutoffs"]] == [1.0, 1.0]
-    assert found["layers"][0]["index"] == 2
-    by_prefix = found["layers"][0]["horizons_by_prefix"]
-    assert len(by_prefix) == found["prefixes"]
-    known = [rho for rho in by_prefix if rho is not None]
-    assert found["layers"][0]["horizons"] == pytest.approx(float(np.median(known)))
+    layers = layer_agreements(static, observed, [1 / observed[0]], [2])
+    assert layers[0].index == 2
+    assert layers[0].horizons == pytest.approx(1.0)
+    assert len(layers[0].horizons_by_prefix) == found["prefixes"] == 2
+
+
+def test_agreement_can_be_of_some_prefixes() -> None:
+    static = [np.array([1.0, 2.0, 3.0])]
+    observed = [np.array([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0], [1.0, 2.0, 3.0]])]
+    options = {"w_max": (4,), "gate_input": 0.0, "gate_input_source": "given"}
+    odd = agreement(static, observed, observed, prefixes=[1], **options)
+    even = agreement(static, observed, observed, prefixes=range(0, 3, 2), **options)
+    assert (odd.prefixes, odd.horizons.median) == (1, pytest.approx(-1.0))
+    assert (even.prefixes, even.horizons.median) == (2, pytest.approx(1.0))

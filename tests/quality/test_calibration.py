@@ -276,7 +276,7 @@ def test_static_horizons_are_compared_with_what_the_gates_did(
     tiny_gdn: Path, tiny_kda: Path
 ) -> None:
     for model in (tiny_gdn, tiny_kda):
-        found = api.validate_horizons(model, prefixes=3, tokens=64)
+        found = api.validate_horizons(model, tiers=(64,), per_tier=3).whole
         assert found.horizons.pairs == 9
         assert found.horizons.median is not None
         assert found.horizons.median > 0.5  # random projections hardly move a spread of A_log
