@@ -49,9 +49,13 @@ def test_a_batch_written_in_any_order_reads_as_one_file(tmp_path: Path) -> None:
 
 
 def test_a_batch_that_was_not_finished_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="stopped"), BatchWriter(tmp_path / "b", ARRAYS) as writer:
-        writer.anchor(0, states(0))
-        raise ValueError("stopped")
+    def interrupted() -> None:
+        with BatchWriter(tmp_path / "b", ARRAYS) as writer:
+            writer.anchor(0, states(0))
+            raise ValueError("stopped")
+
+    with pytest.raises(ValueError, match="stopped"):
+        interrupted()
     assert not list(tmp_path.iterdir())
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridstate.families.published import CONFIGS
 from hybridstate.quant.arms import Arm, plain_arm
@@ -149,6 +150,48 @@ def test_fixed_tensors_record_and_validate_what_the_models_own_cache_does(
         for fixed in (False, True)
     ]
     assert_same_simulation(runs[1], runs[0], 0.05)
+
+
+class HostReads(TorchDispatchMode):
+    """Notes operations that read a value on the host or bring one from it: no graph can hold them."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "lift_fresh")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.total += 1
+        if name in self.NAMES:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("case", ["gdn-2", "kda"])
+def test_no_step_reads_a_value_on_the_host(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = build(case, tmp_path)
+    watched: list[HostReads] = []
+    plain = Replay.__call__
+
+    def watch(self: Replay, phase: Any = None) -> None:
+        with HostReads() as seen:
+            plain(self, phase)
+        watched.append(seen)
+
+    monkeypatch.setattr(Replay, "__call__", watch)
+    prompts = drawn(SMALL)
+    recording = record(loaded, prompts, SMALL, temperature=1.0, seed=3, fixed=True)
+    simulate(
+        *(loaded, prompts, recording.generated, arms_of(loaded)), chunk=24, batch=64, fixed=True
+    )
+    assert len(watched) > SMALL.new_tokens
+    assert all(seen.total > 100 for seen in watched)
+    assert not any(seen.found for seen in watched), [seen.found for seen in watched if seen.found]
 
 
 def test_attention_of_one_query_equals_the_plain_one_under_a_mask() -> None:
