@@ -1,0 +1,196 @@
+"""Seconds of an engine's operations as linear models, and their fit to measured ones.
+
+    prefill    fixed + a n + b n c        n new tokens, c the mean of the positions they attend to
+    decode     fixed + a B + b B s + c K  B requests, s bytes of one live state, K tokens of context in all
+    copy, pack, load, exchange            fixed + a bytes
+
+`CostModel.default` is an assumption from rooflines, and says so. `fit` replaces it by least squares on operations that
+a real engine recorded (`scheduler.Recording`), with standard errors.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from hybridstate.errors import NumericError, SourceError
+
+TERMS: Final[dict[str, tuple[str, ...]]] = {
+    "prefill": ("fixed", "per_token", "per_token_context"),
+    "decode": ("fixed", "per_request", "per_state_byte", "per_context_token"),
+    "copy": ("fixed", "per_byte"),
+    "pack": ("fixed", "per_byte"),
+    "load": ("fixed", "per_byte"),
+    "exchange": ("fixed", "per_byte"),
+}
+"""Operations and the names of their coefficients, in the order of `features`."""
+
+
+def features(kind: str, *values: float) -> tuple[float, ...]:
+    """What the coefficients of an operation are multiplied with.
+
+    Args:
+        kind: of `TERMS`.
+        values: prefill: start, end; decode: requests, bytes of a live state, context tokens; others: bytes.
+    """
+    if kind == "prefill":
+        start, end = values
+        return 1.0, end - start, (end * (end + 1) - start * (start + 1)) / 2
+    if kind == "decode":
+        requests, state_bytes, context = values
+        return 1.0, requests, requests * state_bytes, context
+    return 1.0, values[0]
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Coefficients per operation, in seconds.
+
+    Attributes:
+        source: where they come from, shown with every result.
+        coefficients: kind -> numbers in the order of `TERMS`.
+        errors: standard errors alike, empty where nothing was fitted.
+    """
+
+    source: str
+    coefficients: Mapping[str, tuple[float, ...]]
+    errors: Mapping[str, tuple[float, ...]]
+
+    @classmethod
+    def default(cls) -> "CostModel":
+        """One H200, 3 B active parameters of BF16, from rooflines at half of the peak; nothing here was measured."""
+        flops, bandwidth, link = 0.5e15, 4.0e12, 0.2e12
+        active, attention_width, layers = 3.0e9, 4096, 7
+        return cls(
+            source="assumed: rooflines of one H200 with 3 B active BF16 parameters, not measured",
+            coefficients={
+                "prefill": (4e-3, 2 * active / flops, 4 * attention_width * layers / flops),
+                "decode": (2 * active / bandwidth + 3e-3, 2e-5, 2 / bandwidth, 8064 / bandwidth),
+                "copy": (3e-5, 2 / bandwidth),
+                "pack": (1e-4, 2 / bandwidth),
+                "load": (1e-4, 2 / bandwidth),
+                "exchange": (5e-5, 1 / link),
+            },
+            errors={},
+        )
+
+    def seconds(self, kind: str, *values: float) -> float:
+        """Predicted time of one operation; arguments of `features`."""
+        pairs = zip(self.coefficients[kind], features(kind, *values), strict=True)
+        return sum(a * x for a, x in pairs)
+
+    def to_json(self) -> dict[str, Any]:
+        """Coefficients by name."""
+        document: dict[str, Any] = {"source": self.source}
+        for kind, terms in TERMS.items():
+            document[kind] = dict(zip(terms, self.coefficients[kind], strict=True))
+            if kind in self.errors:
+                document[kind]["standard_errors"] = dict(zip(terms, self.errors[kind], strict=True))
+        return document
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any], source: str) -> "CostModel":
+        """The inverse of `to_json`; operations that are missing keep their default.
+
+        Raises:
+            SourceError: another operation, a missing term, or a number that is none.
+        """
+        coefficients = dict(cls.default().coefficients)
+        errors: dict[str, tuple[float, ...]] = {}
+        unknown = set(document) - set(TERMS) - {"source"}
+        if unknown:
+            raise SourceError(
+                f"unknown operations in the cost model: {', '.join(sorted(unknown))}",
+                hint=f"it has {', '.join(TERMS)}",
+            )
+        for kind, terms in TERMS.items():
+            if kind not in document:
+                continue
+            try:
+                found = tuple(float(document[kind][term]) for term in terms)
+                given = document[kind].get("standard_errors")
+                if given is not None:
+                    errors[kind] = tuple(float(given[term]) for term in terms)
+            except (KeyError, TypeError, ValueError) as error:
+                raise SourceError(
+                    f"cost model: {kind} needs the numbers {', '.join(terms)}"
+                ) from error
+            if not all(np.isfinite(found)) or min(found) < 0:
+                raise SourceError(f"cost model: {kind} has a negative or infinite coefficient")
+            coefficients[kind] = found
+        return cls(str(document.get("source", source)), coefficients, errors)
+
+    @classmethod
+    def read(cls, path: Path) -> "CostModel":
+        """From a JSON file.
+
+        Raises:
+            SourceError: it cannot be read.
+        """
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise SourceError(f"cannot read {path.name}: {error}", file=str(path)) from error
+        if not isinstance(document, dict):
+            raise SourceError(f"{path.name} is no cost model", file=str(path))
+        return cls.from_json(document, path.name)
+
+
+Operations = Mapping[str, Sequence[Sequence[float]]]
+"""Kind -> rows of arguments of `features`, the measured seconds last."""
+
+
+def fit(operations: Operations, source: str) -> CostModel:
+    """Least squares per operation, weighted by the time itself so that short ones count as much as long ones.
+
+    A coefficient that comes out negative is set to zero and the others are fitted again. Operations of which fewer
+    were measured than they have coefficients keep their default.
+
+    Raises:
+        NumericError: a measured time is not positive and finite.
+    """
+    coefficients = dict(CostModel.default().coefficients)
+    errors: dict[str, tuple[float, ...]] = {}
+    fitted = []
+    for kind, terms in TERMS.items():
+        rows = operations.get(kind, ())
+        if len(rows) <= len(terms):
+            continue
+        seconds = np.array([row[-1] for row in rows], float)
+        if not bool((seconds > 0).all()) or not bool(np.isfinite(seconds).all()):
+            raise NumericError(f"a measured {kind} took no positive time")
+        design = np.array([features(kind, *row[:-1]) for row in rows], float)
+        coefficients[kind], errors[kind] = _least_squares(design, seconds)
+        fitted.append(f"{kind} ({len(rows)})")
+    kept = [kind for kind in TERMS if kind not in errors]
+    note = f"; assumed: {', '.join(kept)}" if kept else ""
+    return CostModel(
+        f"{source}: fitted {', '.join(fitted) or 'nothing'}{note}", coefficients, errors
+    )
+
+
+def _least_squares(
+    design: np.ndarray[Any, Any], seconds: np.ndarray[Any, Any]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Non-negative coefficients and their standard errors (0 for those that were set to zero)."""
+    weighted = design / seconds[:, None]
+    target = np.ones(len(seconds))
+    scale = np.maximum(np.abs(weighted).max(0), 1e-300)
+    used = np.flatnonzero(np.abs(weighted).max(0) > 0)
+    while True:
+        part = weighted[:, used] / scale[used]
+        solution = np.linalg.lstsq(part, target, rcond=None)[0]
+        negative = np.flatnonzero(solution < 0)
+        if not len(negative) or len(used) == 1:
+            break
+        used = np.delete(used, int(np.argmin(solution)))
+    solution = np.maximum(solution, 0.0)
+    residual = target - part @ solution
+    variance = float(residual @ residual) / max(1, len(target) - len(used))
+    spread = np.sqrt(np.maximum(np.diag(np.linalg.pinv(part.T @ part)) * variance, 0.0))
+    values, errors = np.zeros(design.shape[1]), np.zeros(design.shape[1])
+    values[used], errors[used] = solution / scale[used], spread / scale[used]
+    return tuple(values.tolist()), tuple(errors.tolist())
