@@ -20,13 +20,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hybridstate.bench.timing import device_record, measure_launches, rotation
-from hybridstate.kernels import gluon_update, triton_update
+from hybridstate.kernels import gluon_split, gluon_update, triton_update
 from hybridstate.kernels.fusion import NO_FUSION, StepFusion
 from hybridstate.kernels.layout import DenseLayout, Layout, PackedLayout
 from hybridstate.kernels.reference import recurrent_step
 
 DEVICE = torch.device("cuda")
-BATCHES = (256, 64, 8, 1)
+BATCHES = (256, 64, 16, 8, 4, 1)
 LAUNCHES = 10
 """Fewest launches of a graph, so that its own start weighs little."""
 
@@ -73,6 +73,18 @@ def variants() -> Iterator[Variant]:
                 yield Variant(
                     f"{kind} packed {columns} fused overlap {overlap}", p, kind, True, options=o
                 )
+    small = (64, 16, 8, 4, 1)
+    for columns, warps in ((32, 8), (64, 8), (32, 4), (64, 4), (128, 8)):
+        for overlap in (0, 2):
+            o = {"columns": columns, "warps": warps, "overlap": overlap}
+            name = f"gdn split {columns} x {warps} fused overlap {overlap}"
+            step = gluon_split.split_step
+            yield Variant(name, p, "gdn", True, batches=small, options=o, launcher=step)
+    o = {"columns": 32, "warps": 8}
+    yield Variant(
+        "kda split 32 x 8 safe index count", p, "kda", True, True, True, True, batches=small,
+        options=o, launcher=gluon_split.split_step,
+    )  # fmt: skip
     for kind in ("gdn", "kda"):
         f32 = DenseLayout(128, 128, torch.float32, "tiles")
         o = {"columns": 8, "warps": 1}
@@ -95,6 +107,17 @@ def variants() -> Iterator[Variant]:
     yield Variant("kda packed 128 safe index count", p, "kda", True, True, True, True, options=o)
     yield Variant("gdn packed 128 index", p, "gdn", True, True, options=o)
     yield Variant("gdn packed 128 count", p, "gdn", True, counted=True, options=o)
+    for layout, warps in (
+        (DenseLayout(128, 128, torch.bfloat16, "fragment"), 8),
+        (packed(96, 192), 8),
+        (packed(256, 256, 32), 8),
+        (packed(64, 64), 4),
+        (packed(hi=0), 8),
+    ):
+        o = {"columns": 32, "warps": warps}
+        name = f"gdn split 32 x {warps} {layout.layout_id[18:]}"
+        step = gluon_split.split_step
+        yield Variant(name, layout, "gdn", True, batches=(8, 1), options=o, launcher=step)
     olmo = packed(96, 192)
     for columns in (64, 32):
         o = {"columns": columns}

@@ -19,6 +19,8 @@ A column whose delta is not finite poisons the scales of its group, so that a Na
 numbers. Rows of 16 bits (FP16 of packed states; FP16 or BF16 of dense ones) take the same sums and one FFMA.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -364,27 +366,50 @@ def packed_step(
         columns: value columns of a warp, at most `layout.block`; None: by the number of heads in the batch.
         overlap: programmatic dependent launch, see the kernel.
     """
+    width = columns or warp_columns(layout, v.shape[0] * v.shape[1])
+    grid, pointers, constants = launch_arguments(
+        q, k, v, g, beta, pool, slots, out, value_scale, layout, fusion, width, overlap
+    )
+    packed_kernel[grid](
+        *pointers, **constants, num_warps=1, enable_fp_fusion=True, launch_pdl=overlap > 0
+    )
+
+
+def launch_arguments(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pool: Tensor, slots: Tensor,
+    out: Tensor, value_scale: Tensor | None, layout: Layout, fusion: StepFusion,
+    columns: int, overlap: int,
+) -> tuple[tuple[int], list[Any], dict[str, Any]]:  # fmt: skip
+    """Grid, run-time arguments and constants that the matrix kernels share."""
     batch, heads, value_dim = v.shape
     if isinstance(layout, PackedLayout):
         high, bf16 = layout.k_hi, False
     else:
         high, bf16 = layout.key_dim, layout.dtype == torch.bfloat16
-    width = columns or warp_columns(layout, batch * heads)
-    absent = out  # a pointer that the kernel does not read
-    packed_kernel[(batch * heads * (value_dim // width),)](
-        q, k, v, g, beta, pool, absent if value_scale is None else value_scale, slots, out,
-        *(absent if x is None else x
-          for x in (fusion.a_log, fusion.dt_bias, fusion.key_index, fusion.saturated)),
-        q.stride(0), k.stride(0), v.stride(0), g.stride(0), beta.stride(0), out.stride(0),
-        pool.stride(0) * pool.element_size(),
-        H=heads, HK=q.shape[1], K=layout.key_dim, V=value_dim, HIGH=high // 16,
-        BF16=bf16, W=width, BLOCK=layout.block,
-        KDA=g.dim() == 3, SCALED=value_scale is not None, GATE=fusion.gate,
-        LOWER=fusion.lower_bound or 0.0, LOGIT=fusion.beta_scale or 0.0,
-        INDEXED=fusion.key_index is not None,
-        COUNTED=fusion.saturated is not None and high > 0 and not bf16, OVERLAP=overlap,
-        num_warps=1, enable_fp_fusion=True, launch_pdl=overlap > 0,
-    )  # fmt: skip
+    optional = (value_scale, fusion.a_log, fusion.dt_bias, fusion.key_index, fusion.saturated)
+    scale, *parameters = (out if x is None else x for x in optional)  # `out`: never read
+    arguments: list[Any] = [q, k, v, g, beta, pool, scale, slots, out, *parameters]
+    arguments += [x.stride(0) for x in (q, k, v, g, beta, out)]
+    arguments.append(pool.stride(0) * pool.element_size())
+    constants = {
+        "H": heads,
+        "HK": q.shape[1],
+        "K": layout.key_dim,
+        "V": value_dim,
+        "HIGH": high // 16,
+        "BF16": bf16,
+        "W": columns,
+        "BLOCK": layout.block,
+        "KDA": g.dim() == 3,
+        "SCALED": value_scale is not None,
+        "GATE": fusion.gate,
+        "LOWER": fusion.lower_bound or 0.0,
+        "LOGIT": fusion.beta_scale or 0.0,
+        "INDEXED": fusion.key_index is not None,
+        "COUNTED": fusion.saturated is not None and high > 0 and not bf16,
+        "OVERLAP": overlap,
+    }
+    return (batch * heads * (value_dim // columns),), arguments, constants
 
 
 def warp_columns(layout: Layout, heads: int) -> int:
