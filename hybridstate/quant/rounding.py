@@ -25,14 +25,21 @@ def uniform(
             0-dimensional int64 tensor on the device, as in a captured step.
     """
     count = int(torch.Size(shape[1:]).numel())
+    rows = row_hashes(sequences, key, device)
+    places = torch.arange(count, dtype=torch.int64, device=device) * 0x9E3779B1
+    hashed = _mix(_mix(places[None, :] + rows[:, None]) ^ rows[:, None])
+    return ((hashed >> 8).to(torch.float32) / float(1 << 24)).reshape(shape)
+
+
+def row_hashes(
+    sequences: torch.Tensor, key: tuple[int | torch.Tensor, ...], device: torch.device
+) -> torch.Tensor:
+    """What `uniform` mixes with the place inside a row's state: int64 `[B]`, below 2**32."""
     salt: int | torch.Tensor = 0x9E3779B9
     for part in key:
         mixed = salt ^ (part & _MASK)
         salt = _mix_int(mixed) if isinstance(mixed, int) else _mix(mixed)
-    rows = _mix((sequences.to(device, torch.int64) + 1) * 0x85EBCA6B + salt)
-    places = torch.arange(count, dtype=torch.int64, device=device) * 0x9E3779B1
-    hashed = _mix(_mix(places[None, :] + rows[:, None]) ^ rows[:, None])
-    return ((hashed >> 8).to(torch.float32) / float(1 << 24)).reshape(shape)
+    return _mix((sequences.to(device, torch.int64) + 1) * 0x85EBCA6B + salt)
 
 
 def _mix(h: torch.Tensor) -> torch.Tensor:

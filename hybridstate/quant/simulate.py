@@ -113,7 +113,7 @@ class Storage:
         if due is None:
             due = self.due(int(update))
         blocks = state.chunk(len(self.arms))
-        for place in self.together.write(state, ordinal, due):
+        for place in self.together.write(state, ordinal, due, update, self.sequences):
             arm, block = self.arms[place], blocks[place]
             carried = self._residuals.get((place, ordinal))
             if carried is not None:

@@ -1,7 +1,7 @@
 """All arms of one write in one launch, where a kernel for it runs; the others one by one.
 
-Stochastic rounding, carried residuals and formats whose scale spans the state stay with `Arm.reconstruct`. The first
-write of every layer is done both ways: a kernel that does not compile or disagrees is not used again.
+Carried residuals stay with `Arm.reconstruct`. The first write of every layer is done both ways: a kernel that does
+not compile or disagrees is not used again.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ import torch
 from hybridstate.kernels.storage import KINDS, StorageTables, store_in_place
 from hybridstate.quant.arms import Arm
 from hybridstate.quant.formats import FORMATS
+from hybridstate.quant.rounding import row_hashes
 
 AGREEMENT: Final = 1e-5
 """Largest relative difference (norms over a layer's state) from the arms' own arithmetic; ties may fall apart."""
@@ -44,37 +45,74 @@ class Together:
         self._tables: dict[int, StorageTables] = {}
         self._chosen: dict[tuple[int, ...], torch.Tensor] = {}
 
-    def write(self, state: torch.Tensor, ordinal: int, due: tuple[int, ...]) -> tuple[int, ...]:
-        """Store the arms of `due` that the kernel can, in place; returns those left to do."""
+    def write(
+        self,
+        state: torch.Tensor,
+        ordinal: int,
+        due: tuple[int, ...],
+        update: int | torch.Tensor = 0,
+        sequences: torch.Tensor | None = None,
+    ) -> tuple[int, ...]:
+        """Store the arms of `due` that the kernel can, in place; returns those left to do.
+
+        `update` and `sequences [S]` say which random numbers are drawn, as in `Arm.reconstruct`.
+        """
         mine = tuple(place for place in due if place in self.places)
         if not mine or self.reason is not None or not usable(state):
             return due
         if ordinal not in self._tables:
             self._tables[ordinal] = tables(self.arms, state, ordinal)
-            self.reason = self._check(state, ordinal, mine)
+            self.reason = self._check(state, ordinal, mine, update, sequences)
             if self.reason is not None:
                 return due
-        self._launch(state, ordinal, mine)
+        self._launch(state, ordinal, mine, update, sequences)
         return tuple(place for place in due if place not in self.places)
 
-    def _launch(self, state: torch.Tensor, ordinal: int, mine: tuple[int, ...]) -> None:
-        if mine not in self._chosen:  # before a step is captured: its first run is eager
-            self._chosen[mine] = torch.tensor(mine, dtype=torch.int32, device=state.device)
-        sequences = len(state) // len(self.arms)
-        store_in_place(state, self._tables[ordinal], self._chosen[mine], sequences)
+    def _launch(
+        self,
+        state: torch.Tensor,
+        ordinal: int,
+        mine: tuple[int, ...],
+        update: int | torch.Tensor,
+        sequences: torch.Tensor | None,
+    ) -> None:
+        whole = tuple(place for place in mine if self.arms[place].low.whole_state)
+        for some in (mine, whole):
+            if some not in self._chosen:  # before a step is captured: its first run is eager
+                self._chosen[some] = torch.tensor(some, dtype=torch.int32, device=state.device)
+        count = len(state) // len(self.arms)
+        rows = torch.arange(count, device=state.device) if sequences is None else sequences
+        hashes = torch.zeros(len(state), dtype=torch.int32, device=state.device)
+        for place in mine:
+            arm = self.arms[place]
+            if arm.low.stochastic is not None:
+                found = row_hashes(rows, (arm.seed, ordinal, update), state.device)
+                signed = found - ((found >> 31) << 32)  # the same 32 bits
+                hashes[place * count : (place + 1) * count] = signed.to(torch.int32)
+        store_in_place(
+            *(state, self._tables[ordinal], self._chosen[mine], count, hashes),
+            whole=self._chosen[whole] if whole else None,
+        )
 
-    def _check(self, state: torch.Tensor, ordinal: int, mine: tuple[int, ...]) -> str | None:
+    def _check(
+        self,
+        state: torch.Tensor,
+        ordinal: int,
+        mine: tuple[int, ...],
+        update: int | torch.Tensor,
+        sequences: torch.Tensor | None,
+    ) -> str | None:
         """Why the kernel must not be used, from a copy of this state; None if it agrees."""
         copy = state.clone()
         try:
-            self._launch(copy, ordinal, mine)
+            self._launch(copy, ordinal, mine, update, sequences)
         except Exception as error:  # whatever a compiler raises
             return (
                 f"{type(error).__name__}: {str(error).splitlines()[0]:.200}" if str(error) else ""
             )
         before, after = state.chunk(len(self.arms)), copy.chunk(len(self.arms))
         for place in mine:
-            expected = self.arms[place].reconstruct(before[place], ordinal)
+            expected = self.arms[place].reconstruct(before[place], ordinal, update, sequences)
             difference = float((after[place] - expected).norm() / expected.norm().clamp_min(1e-30))
             if not difference <= AGREEMENT:
                 return f"{self.arms[place].name} differs by {difference:.1e}"
