@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from hybridstate.api.analysis import analyze
 from hybridstate.defaults import EPSILON
@@ -21,7 +21,10 @@ def export_plan(
     model: str | Path,
     *,
     out: str | Path,
-    w_max: int | None = None,
+    w_max: int | Literal["auto"] | None = None,
+    max_kl: float | None = None,
+    measured_from: str | Path | None = None,
+    load: str = "nr",
     policy: str | Path | None = None,
     calibration: str | Path | None = None,
     weights: bool | None = None,
@@ -32,6 +35,7 @@ def export_plan(
     value_order: "ValueOrder" = "none",
     requantise_every: int = 1,
     gate_input: float | None = None,
+    gate_input_from: str | Path | None = None,
     epsilon: float = EPSILON,
     lower_bound: float | None = None,
     check: bool = False,
@@ -46,7 +50,9 @@ def export_plan(
     Args:
         model: folder, embedded name, or without weights to write a Hub name.
         out: output folder; appears whole or not at all.
-        w_max: cutoff in tokens; without it the plan has no selection.
+        w_max: cutoff in tokens; without it the plan has no selection. `auto` takes the largest one of
+            `measured_from` whose KL is at most `max_kl`.
+        max_kl, measured_from, load: nats per token, a recorded `bench restore`, and `nr` or `wr`.
         policy: a Model-Optimizer DASC policy that gives cutoff, gate input and epsilon instead.
         calibration: folder of `calibrate`; without it the plan has no packed state.
         weights: write the permuted checkpoint; by default exactly when its order can be absorbed.
@@ -57,7 +63,7 @@ def export_plan(
         value_order: `none`, `fold` (each head's own) or `common` (one per layer); the last two bring value scales and
             need a calibration with `damp+reorder`.
         requantise_every: updates between two writes of the packed state.
-        gate_input, epsilon, lower_bound: see `analyze`.
+        gate_input, gate_input_from, epsilon, lower_bound: see `analyze`.
         check: before the folder appears, read the plan back and compare both models.
         dry_run: do everything but write.
         force: replace an earlier export.
@@ -71,6 +77,7 @@ def export_plan(
     from hybridstate.checkpoint import open_checkpoint
     from hybridstate.plan.build import build_plan
     from hybridstate.plan.calibration import read_calibration
+    from hybridstate.plan.measured import read_measured
     from hybridstate.plan.placement import place
     from hybridstate.plan.policy import read_policy
     from hybridstate.plan.policy_model import policy_selection
@@ -100,13 +107,24 @@ def export_plan(
         )
     theirs = None if policy is None else read_policy(policy)
     if theirs is not None:
-        if w_max is not None or gate_input is not None:
+        if w_max is not None or gate_input is not None or gate_input_from is not None:
             raise UsageError("a policy brings its cutoff and gate input: leave yours out")
         w_max, gate_input, epsilon = (
             theirs.selected_wmax,
             theirs.static_gate_input,
             theirs.epsilon,
         )
+    tested = None
+    if w_max == "auto":
+        if max_kl is None or measured_from is None:
+            raise UsageError(
+                "a cutoff taken from measurements needs a bound and the measurements",
+                hint="add --max-kl X and --measured FILE of `hybridstate bench restore -o FILE`",
+            )
+        tested = read_measured(measured_from, checkpoint.digests(), policy=load)
+        w_max = tested.choose(max_kl)
+    elif max_kl is not None or measured_from is not None:
+        raise UsageError("--max-kl and --measured choose a cutoff", hint="add --w-max auto")
     if (tp is None and balance != "off") or (tp is not None and w_max is None):
         raise UsageError(
             "a placement needs both the ranks and a selection",
@@ -125,6 +143,7 @@ def export_plan(
             model,
             w_max=(w_max,),
             gate_input=gate_input,
+            gate_input_from=gate_input_from,
             epsilon=epsilon,
             lower_bound=lower_bound,
             tp=1 if tp is None else tp,
@@ -135,6 +154,8 @@ def export_plan(
         chosen = found.cutoffs[0].selection
         if theirs is not None:
             chosen = policy_selection(theirs, checkpoint)
+        if tested is not None:
+            tested.require_mask(chosen)
         plan = build_plan(
             checkpoint,
             horizons=found.horizons,
@@ -142,6 +163,7 @@ def export_plan(
             gate_input_source=found.gate_input_source,
             epsilon=epsilon,
             selection=chosen,
+            measured=None if tested is None or max_kl is None else tested.block(max_kl),
             calibration=measured,
             key_order=key_order,
             value_order=value_order,

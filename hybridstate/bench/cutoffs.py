@@ -19,15 +19,17 @@ from hybridstate.runtime.restore import Units
 from hybridstate.trajectories.model import LoadedModel
 
 
-def selections_at(loaded: LoadedModel, w_max: Sequence[int]) -> list[Selection]:
-    """Selections by static horizon at these cutoffs, with the gate input that `analyze` takes."""
+def selections_at(
+    loaded: LoadedModel, w_max: Sequence[int], gate_input: float | None = None
+) -> list[Selection]:
+    """Selections by static horizon at these cutoffs, by default with the gate input that `analyze` takes."""
     spec = loaded.spec
     horizons = [
         static_horizons(
             loaded.checkpoint.decay(layer),
             gate=spec.gate,
             lower_bound=spec.lower_bound,
-            gate_input=spec.default_gate_input,
+            gate_input=spec.default_gate_input if gate_input is None else gate_input,
         )
         for layer in spec.layers
     ]

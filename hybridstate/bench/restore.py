@@ -199,6 +199,7 @@ def run_restore(
     prose: str,
     *,
     plan: Plan | None = None,
+    gate_input: tuple[float, str] | None = None,
     progress: Progress | None = None,
 ) -> Restored:
     """Run every arm on every case and time one request per arm.
@@ -207,6 +208,7 @@ def run_restore(
         selections: one per cutoff, distinct `w_max`.
         prose: held-out text.
         plan: where the selection is from, if from a plan.
+        gate_input: a_s of the static horizons and where it is from, if they selected.
 
     Raises:
         NumericError: a correctness check failed; nothing is reported then.
@@ -239,11 +241,14 @@ def run_restore(
     return Restored(
         {
             "model": loaded.checkpoint.name,
+            "model_digests": loaded.checkpoint.digests(),
             "device": device_record(loaded.device),
             "protocol": {
                 **_protocol(loaded, options, groups),
                 "selection": "static horizons" if plan is None else "plan",
                 "plan_digest": None if plan is None else plan.digest,
+                "gate_input": None if gate_input is None else gate_input[0],
+                "gate_input_source": None if gate_input is None else gate_input[1],
             },
             "check": check,
             "arms": [_arm_json(arm, dense, outcomes, samples, groups, cutoffs) for arm in arms],

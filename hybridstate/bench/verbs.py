@@ -31,6 +31,8 @@ def bench_restore(
     *,
     plan: str | Path | None = None,
     w_max: Sequence[int] | None = None,
+    gate_input: float | None = None,
+    gate_input_from: str | Path | None = None,
     tasks: Sequence[str] | None = None,
     questions: int = 16,
     tokens: int = 1024,
@@ -47,6 +49,7 @@ def bench_restore(
         model: folder or embedded name.
         plan: take its selection instead of cutoffs; without `w_max`, that of an exported checkpoint's own plan.
         w_max: cutoffs in tokens.
+        gate_input, gate_input_from: a_s that selects units at these cutoffs, see `analyze`.
         tasks: of `quality.tasks.TASKS`.
         questions: per task, and prose prefixes.
         tokens: length of a prompt.
@@ -66,6 +69,7 @@ def bench_restore(
     from hybridstate.bench.cases import DEFAULT_TASKS, Options
     from hybridstate.bench.cutoffs import planned_selection, selections_at
     from hybridstate.bench.restore import run_restore
+    from hybridstate.horizons.gate_input import resolve_gate_input
     from hybridstate.plan.store import read_plan
     from hybridstate.trajectories.model import load_model
     from hybridstate.trajectories.prompts import heldout_text
@@ -76,16 +80,27 @@ def bench_restore(
     if given is None and not w_max:
         own = _own_plan(model)
         given = own if own is not None and own.document.selection is not None else None
+    if given is not None and (gate_input is not None or gate_input_from is not None):
+        raise UsageError("a plan brings its own selection", hint="leave the gate input out")
     chosen = tuple(tasks or DEFAULT_TASKS)
     options = Options(chosen, questions, tokens, seeds, repeats, interventions=interventions)
     options.check()
     loaded = load_model(str(model), device=device)
+    a_s = None
     if given is not None:
         selections = [planned_selection(given, loaded)]
     else:
-        selections = selections_at(loaded, tuple(dict.fromkeys(w_max or W_MAX)))
-    options = options.on(loaded.device.type, rows)
-    return run_restore(loaded, selections, options, heldout_text(), plan=given, progress=progress)
+        a_s = resolve_gate_input(loaded.checkpoint, given=gate_input, measured=gate_input_from)
+        selections = selections_at(loaded, tuple(dict.fromkeys(w_max or W_MAX)), a_s[0])
+    return run_restore(
+        loaded,
+        selections,
+        options.on(loaded.device.type, rows),
+        heldout_text(),
+        plan=given,
+        gate_input=a_s,
+        progress=progress,
+    )
 
 
 def bench_update(

@@ -8,8 +8,20 @@ import typer
 from hybridstate.cli.bench_codecs import codecs
 from hybridstate.cli.bench_exchange import exchange
 from hybridstate.cli.bench_output import OutputPath, check_output, finish
+from hybridstate.cli.bench_simulate import simulate
 from hybridstate.cli.bench_tables import decode_tables, restore_tables, update_tables
-from hybridstate.cli.options import Device, Force, Json, LocalModel, Quiet, WMax, check_device
+from hybridstate.cli.options import (
+    Device,
+    Force,
+    GateInput,
+    GateInputFrom,
+    Json,
+    LocalModel,
+    Quiet,
+    WMax,
+    check_device,
+    parse_gate_input,
+)
 from hybridstate.cli.output import command
 
 PlanFolder = Annotated[
@@ -75,6 +87,11 @@ def register(app: typer.Typer) -> None:
         short_help="Packing, unpacking, checkpoint codecs, slot copies.",
         epilog="Example: hybridstate bench codecs --size tiny --slots 2",
     )(codecs)
+    group.command(
+        "simulate",
+        short_help="Serving through the prefix cache, without tensors.",
+        epilog="Example: hybridstate bench simulate --ratio 1 --ratio 2 --limit 32 --seeds 1",
+    )(simulate)
     app.add_typer(group)
 
 
@@ -82,6 +99,8 @@ def restore(
     model: LocalModel,
     plan: PlanFolder = None,
     w_max: WMax = None,
+    gate_input: GateInput = "auto",
+    gate_input_from: GateInputFrom = None,
     tasks: Annotated[
         list[str] | None,
         typer.Option(
@@ -139,6 +158,8 @@ def restore(
             model,
             plan=plan,
             w_max=w_max,
+            gate_input=parse_gate_input(gate_input),
+            gate_input_from=gate_input_from,
             tasks=tasks,
             questions=questions,
             tokens=tokens,

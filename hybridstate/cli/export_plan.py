@@ -11,6 +11,7 @@ from hybridstate.cli.options import (
     DryRun,
     Epsilon,
     GateInput,
+    GateInputFrom,
     Json,
     LowerBound,
     Model,
@@ -19,6 +20,7 @@ from hybridstate.cli.options import (
     RequiredOutputFolder,
     parse_balance,
     parse_gate_input,
+    parse_w_max,
 )
 from hybridstate.cli.output import Output, command
 from hybridstate.defaults import EPSILON
@@ -34,6 +36,7 @@ def register(app: typer.Typer) -> None:
         "export-plan",
         short_help="Write the plan, and the checkpoint that carries its key order.",
         epilog="Example: hybridstate export-plan tiny-kda --w-max 64 -o plan\n\n"
+        "Example: hybridstate export-plan tiny-kda --w-max auto --max-kl 0.01 --measured restore.json -o plan\n\n"
         "Example: hybridstate export-plan tiny-gdn --w-max 64 --calibration cal --check -o exported",
     )(export_plan)
 
@@ -42,14 +45,41 @@ def export_plan(
     model: Model,
     output: RequiredOutputFolder,
     w_max: Annotated[
-        int | None,
+        str | None,
         typer.Option(
             "--w-max",
-            metavar="N",
-            help="Cutoff in tokens, at least 4; leave it out for a plan of the packed state alone.",
+            metavar="N|auto",
+            help="Cutoff in tokens, at least 4; leave it out for a plan of the packed state alone. auto takes "
+            "the largest measured one within --max-kl.",
             show_default=False,
         ),
     ] = None,
+    max_kl: Annotated[
+        float | None,
+        typer.Option(
+            "--max-kl",
+            metavar="X",
+            help="With --w-max auto: most nats per token that a restored prefix may be off a dense one.",
+            show_default=False,
+        ),
+    ] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            "--measured",
+            metavar="FILE",
+            help="With --w-max auto: what bench restore -o wrote for this model.",
+            show_default=False,
+        ),
+    ] = None,
+    load: Annotated[
+        str,
+        typer.Option(
+            "--load",
+            metavar="nr|wr",
+            help="With --w-max auto: how omitted units are loaded, as zeros or by a replay.",
+        ),
+    ] = "nr",
     policy: Annotated[
         Path | None,
         typer.Option(
@@ -127,6 +157,7 @@ def export_plan(
         ),
     ] = 1,
     gate_input: GateInput = "auto",
+    gate_input_from: GateInputFrom = None,
     epsilon: Epsilon = EPSILON,
     lower_bound: LowerBound = None,
     offline: Offline = False,
@@ -151,7 +182,10 @@ def export_plan(
         exported = api.export_plan(
             model,
             out=output,
-            w_max=w_max,
+            w_max=parse_w_max(w_max),
+            max_kl=max_kl,
+            measured_from=measured,
+            load=load,
             policy=policy,
             calibration=calibration,
             weights=weights,
@@ -162,6 +196,7 @@ def export_plan(
             value_order=cast("ValueOrder", value_order),
             requantise_every=requantise_every,
             gate_input=parse_gate_input(gate_input),
+            gate_input_from=gate_input_from,
             epsilon=epsilon,
             lower_bound=lower_bound,
             check=check,

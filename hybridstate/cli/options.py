@@ -3,7 +3,7 @@
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -138,6 +138,22 @@ def parse_balance(value: str) -> "BalanceMode":
         if value == mode:
             return mode
     raise UsageError(f"--balance takes off, storage or hybrid, found {value!r}", found=value)
+
+
+def parse_w_max(value: str | None) -> int | Literal["auto"] | None:
+    """A cutoff, or `auto`.
+
+    Raises:
+        UsageError: neither.
+    """
+    if value is None or value == "auto":
+        return None if value is None else "auto"
+    try:
+        return int(value)
+    except ValueError as error:
+        raise UsageError(
+            f"--w-max takes a whole number or auto, found {value!r}", found=value
+        ) from error
 
 
 def parse_gate_input(value: str) -> float | None:

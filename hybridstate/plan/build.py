@@ -32,6 +32,7 @@ def build_plan(
     selection: Selection | None = None,
     calibration: Calibration | None = None,
     placement: Placement | None = None,
+    measured: dict[str, Any] | None = None,
     key_order: KeyOrder = "shared",
     value_order: ValueOrder = "none",
     requantise_every: int = 1,
@@ -44,6 +45,7 @@ def build_plan(
         gate_input, gate_input_source, epsilon: how the horizons were computed.
         selection: retained units at one cutoff.
         calibration: risk and protected channels of a calibration run on this checkpoint.
+        measured: block of measurements that the cutoff was taken from.
         placement: of this selection's units on tensor-parallel ranks.
         key_order, value_order: how the packed state is ordered, see `plan.orders`.
         requantise_every: updates between two writes of the packed state.
@@ -88,6 +90,7 @@ def build_plan(
             "chosen_by": gate_input_source,
         }
         content |= _selection(checkpoint, selection)
+        content["selection"]["measured"] = measured
         arrays |= _unit_arrays(checkpoint, horizons, selection)
     if placement is not None:
         content["placement"] = {

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 SCHEMA_NAME = "hybridstate.plan"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""Version 2 added `selection.measured`; documents of version 1 keep their form and digest."""
 PLAN_FILE = "plan.json"
 ARRAYS_FILE = "plan.safetensors"
 
@@ -108,6 +109,49 @@ class SelectedLayer(Block):
     offset: Count
 
 
+class MeasuredCutoffBlock(Block):
+    """One cutoff that `bench restore` tested: KL in nats per token of held-out prose to a dense restore."""
+
+    w_max: Annotated[int, Field(ge=4)]
+    kl: Annotated[float, Field(ge=0)]
+    kl_se: Annotated[float, Field(ge=0)] | None = None
+    cases: Positive
+    checkpoint_bytes: Count
+    passed: bool
+
+
+class MeasuredBlock(Block):
+    """The measurements a cutoff was taken from: the largest tested one whose KL is at most `max_kl`.
+
+    `policy` is how omitted units were loaded: `nr` as zeros, `wr` by a replay. `source_digest` is the sha256 of the
+    recorded file `source`; `tokens` the length of a cached prefix.
+    """
+
+    source: str
+    source_digest: Sha256
+    policy: Literal["nr", "wr"]
+    max_kl: Annotated[float, Field(ge=0)]
+    device: str
+    dtype: str
+    tokens: Positive
+    cutoffs: Annotated[tuple[MeasuredCutoffBlock, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        order = [cutoff.w_max for cutoff in self.cutoffs]
+        if order != sorted(set(order)):
+            raise ValueError("measured cutoffs must ascend")
+        for cutoff in self.cutoffs:
+            if cutoff.passed != (cutoff.kl <= self.max_kl):
+                raise ValueError(f"W_max {cutoff.w_max}: passed contradicts kl and max_kl")
+        return self
+
+    @property
+    def chosen(self) -> int | None:
+        """The largest cutoff that passed."""
+        return max((cutoff.w_max for cutoff in self.cutoffs if cutoff.passed), default=None)
+
+
 class SelectionBlock(Block):
     """Which units a checkpoint keeps: those whose horizon exceeds `w_max` tokens (strictly)."""
 
@@ -118,6 +162,16 @@ class SelectionBlock(Block):
     layers: tuple[SelectedLayer, ...]
     w_replay: Count
     near_cutoff: Count
+    measured: MeasuredBlock | None = None
+
+    @model_validator(mode="after")
+    def _as_measured(self) -> Self:
+        if self.measured is not None and self.measured.chosen != self.w_max:
+            raise ValueError(
+                f"w_max {self.w_max} is not the largest measured cutoff that passed, "
+                f"{self.measured.chosen}"
+            )
+        return self
 
 
 class AccountingBlock(Block):
@@ -259,6 +313,8 @@ class PlanDocument(Block):
             raise ValueError("a plan needs a selection (DASC), a precision (DAMP) or both")
         if self.selection is not None and (self.horizons is None or self.accounting is None):
             raise ValueError("a selection needs the blocks horizons and accounting")
+        if self.schema_version < 2 and self.selection is not None and self.selection.measured:
+            raise ValueError("selection.measured needs schema_version 2")
         if self.placement is not None and self.selection is None:
             raise ValueError("a placement needs a selection")
         if (self.precision is None) != (self.layout_id is None):
@@ -276,8 +332,11 @@ def canonical(document: PlanDocument) -> bytes:
 
 
 def to_content(document: PlanDocument) -> dict[str, Any]:
-    """The document as plain JSON values, under the names of the file."""
-    return document.model_dump(mode="json", by_alias=True)
+    """The document as plain JSON values, under the names of the file and in the form of its version."""
+    content = document.model_dump(mode="json", by_alias=True)
+    if document.schema_version < 2 and content["selection"] is not None:
+        del content["selection"]["measured"]
+    return content
 
 
 def json_schema() -> str:

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from hybridstate.cli.main import app
+from hybridstate.plan.schema import SCHEMA_VERSION
 from hybridstate.plan.store import read_plan
 from tests.plan.calibrated import write_calibration
 from tests.tiny import write_checkpoint
@@ -122,7 +123,10 @@ def test_tampered_array_is_named(exported: Path) -> None:
 
 def test_newer_schema_is_refused_with_both_versions(exported: Path) -> None:
     file = exported / "state_plan" / "plan.json"
-    file.write_text(file.read_text().replace('"schema_version": 1', '"schema_version": 7'))
+    written = file.read_text()
+    newer = written.replace(f'"schema_version": {SCHEMA_VERSION}', '"schema_version": 7')
+    assert newer != written
+    file.write_text(newer)
     found = run("plan", "show", exported)
     assert found.exit_code == 6
     assert "schema version 7" in found.stderr

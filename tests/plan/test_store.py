@@ -172,7 +172,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "json-deep": (lambda f: (f / "plan.json").write_text("[" * 100_000), 3, "JSON"),
     "json-bytes": (lambda f: (f / "plan.json").write_bytes(b"\xff\xfe\x00"), 3, "JSON"),
     "other-schema": (_edit_json(lambda c: c.update(schema="else")), 3, "schema"),
-    "newer": (_edit_json(lambda c: c.update(schema_version=2)), 6, "newer|reads up to 1"),
+    "newer": (_edit_json(lambda c: c.update(schema_version=3)), 6, "newer|reads up to 2"),
     "unknown-key": (_edit_json(lambda c: c["model"].update(extra=1)), 3, "model.extra"),
     "edited-field": (_edit_json(lambda c: c["model"].update(name="x")), 3, "digest"),
     "empty-arrays": (_truncate("plan.safetensors", 0), 3, "safetensors"),
@@ -283,7 +283,7 @@ def test_counts_that_disagree_with_masks_are_refused() -> None:
 def test_newer_schema_names_both_versions(tmp_path: Path) -> None:
     folder = write_plan(sample(), tmp_path / "bundle")
     _edit_json(lambda c: c.update(schema_version=9, brand_new_block={}))(folder)
-    with pytest.raises(PlanMismatch, match=r"version 9.*up to 1"):
+    with pytest.raises(PlanMismatch, match=r"version 9.*up to 2"):
         read_plan(folder)
 
 
