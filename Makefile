@@ -11,7 +11,7 @@ EXTRAS := dev$(shell [ "$$(uname -s)" = Linux ] && echo ,triton)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export HYBRIDSTATE := $(BIN)/hybridstate
 
-.PHONY: help demo test check format figures/generate plans/generate generate clean
+.PHONY: help demo test test-triton check format figures/generate plans/generate generate clean
 
 help: ## this list
 	@grep -hE '^[a-z/]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -21,6 +21,9 @@ demo: $(STAMP) ## the whole path on both embedded models, into ./demo
 
 test: $(STAMP) ## all tests that this machine can run
 	@$(BIN)/python -m pytest
+
+test-triton: $(STAMP) ## compile the kernels with every supported Triton from PyPI (needs the network, 2 GB in build/)
+	@$(BIN)/python tests/kernels/triton_versions/record.py
 
 check: $(STAMP) ## formatting, lint, types, and generated pages against their sources
 	@$(BIN)/ruff format --check --quiet . || ($(BIN)/ruff format --check . ; exit 1)

@@ -1,0 +1,89 @@
+"""A small run of every kernel, each compared with its twin, for `scripts/sanitize.sh`; `--plant` writes out of bounds.
+
+Allocations go straight to the driver there (PYTORCH_NO_CUDA_MEMORY_CACHING=1), so that an access past a tensor is one
+past an allocation.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from hybridstate.kernels.layout import DenseLayout, PackedLayout
+from hybridstate.kernels.update import dense_step, packed_step
+from tests.kernels.cases import DENSE, PUBLISHED, SMALL, Case, check, draw
+from tests.kernels.test_multi_token import LARGE, check_tokens
+from tests.kernels.transfer_cases import (
+    LAYOUTS,
+    check_copy,
+    check_pack,
+    check_packed_checkpoint,
+    check_rows,
+)
+
+
+def step(case: Case, name: str) -> None:
+    """One decode step."""
+    inputs = draw(case)
+    arguments = inputs.on("cuda")
+    out = torch.zeros(inputs.v.shape, device="cuda")
+    call = packed_step if isinstance(case.layout, PackedLayout) else dense_step
+    call(**arguments, layout=case.layout, out=out, backend=name)  # type: ignore[arg-type, operator]
+    check(case, inputs, out, arguments["pool"], "kernel-bf16")
+
+
+def runs() -> Iterator[tuple[str, Callable[[], None]]]:
+    """Every kernel by name."""
+    for layout in (*LAYOUTS[:2], LAYOUTS[3], LAYOUTS[5]):
+        yield f"pack, unpack {layout.layout_id}", lambda x=layout: check_pack(x, "cuda")
+    dense = DenseLayout(128, 128, torch.float16, "columns")
+    yield "pack from columns", lambda: check_pack(LAYOUTS[0], "cuda", dense=dense)
+    for codec in ("fp32", "int8"):
+        for padded in (False, True):
+            yield (
+                f"rows {codec}{', padded' if padded else ''}",
+                lambda c=codec, p=padded: check_rows(
+                    c, torch.float32, "cuda", per_channel=True, padded=p
+                ),
+            )
+    for layout in (LAYOUTS[0], LAYOUTS[4]):
+        yield (
+            f"packed rows {layout.layout_id}",
+            lambda x=layout: check_packed_checkpoint(x, "cuda", per_channel=True),
+        )
+    yield "copy", lambda: check_copy("cuda", (3, 5, 4, 20), torch.float32)
+    yield "copy of odd bytes", lambda: check_copy("cuda", (3, 7), torch.uint8)
+    for layout in LARGE:
+        yield f"tokens {layout.layout_id}", lambda x=layout: check_tokens(x, "kda", 3, "cuda")
+    for case in (SMALL[0], SMALL[5], *PUBLISHED[:3], *DENSE[:3]):
+        names = ["triton"]
+        if isinstance(case.layout, PackedLayout) and case.layout.order == "fragment":
+            names.append("gluon")
+        for name in names:
+            yield f"step {case} {name}", lambda c=case, n=name: step(c, n)
+
+
+@triton.jit
+def stray(pointer, DISTANCE: tl.constexpr):
+    """One store far behind a small allocation: what memcheck has to find."""
+    tl.store(pointer + DISTANCE, 1.0)
+
+
+def main() -> int:
+    """One line per kernel."""
+    if sys.argv[1:] == ["--plant"]:
+        stray[(1,)](torch.zeros(16, device="cuda"), DISTANCE=1 << 10)
+        torch.cuda.synchronize()
+        return 0
+    for name, run in runs():
+        run()
+        torch.cuda.synchronize()
+        sys.stdout.write(f"ok {name}\n")
+        sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
