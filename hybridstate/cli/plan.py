@@ -194,6 +194,7 @@ def show_plan(out: Output, plan: "Plan", *, digest: str | None) -> None:
     for note in document.provenance.notes:
         out.text(f"note: {note}")
     _show_selection(out, plan)
+    _show_measured(out, plan)
     _show_placement(out, plan)
     _show_precision(out, plan)
 
@@ -225,6 +226,22 @@ def _show_selection(out: Output, plan: "Plan") -> None:
             )
         ],
         note=f"dense: {accounting.dense_bytes:,} bytes with the convolution state",
+    )
+
+
+def _show_measured(out: Output, plan: "Plan") -> None:
+    selection = plan.document.selection
+    if selection is None or selection.measured is None:
+        return
+    found = selection.measured
+    out.table(
+        f"the cutoff is the largest tested one within {found.max_kl:g} nats per token ({found.policy}, "
+        f"{found.source}, {found.tokens:,} tokens in {found.dtype} on {found.device})",
+        ("W_max", "prose KL", "+/-", "cases", "bytes", "within"),
+        [
+            (c.w_max, c.kl, c.kl_se, c.cases, c.checkpoint_bytes, "yes" if c.passed else "no")
+            for c in found.cutoffs
+        ],
     )
 
 

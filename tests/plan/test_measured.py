@@ -97,6 +97,9 @@ def test_the_largest_cutoff_that_passes_is_taken_and_kept(
     assert {c.w_max: c.kl for c in measured.cutoffs} == {w: kl * factor for w, kl in KL.items()}
     assert [c.passed for c in measured.cutoffs] == [c.kl <= max_kl for c in measured.cutoffs]
     assert run("plan", "validate", out).exit_code == 0
+    assert (
+        f"within {max_kl:g} nats per token ({load}, restore.json" in run("plan", "show", out).stdout
+    )
 
 
 def test_no_cutoff_passes(tiny_kda: Path, recorded: Callable[..., Path]) -> None:
