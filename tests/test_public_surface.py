@@ -14,6 +14,7 @@ VERBS = {
     "bench_decode",
     "bench_exchange",
     "bench_restore",
+    "bench_simulate",
     "bench_update",
     "calibrate",
     "export_plan",

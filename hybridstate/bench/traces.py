@@ -282,10 +282,12 @@ def _messages(path: Path, style: str) -> list[list[tuple[str, str]]]:
 
 
 def _row(row: Any) -> list[tuple[str, str]]:
-    if isinstance(row, list):
-        parts = row
-    else:
-        parts = next(row[k] for k in ("conversations", "messages", "conversation") if k in row)
+    parts: Any = row if isinstance(row, list) else None
+    for key in ("conversations", "messages", "conversation"):
+        if parts is None and key in row:
+            parts = row[key]
+    if not isinstance(parts, list):
+        raise TypeError("a row without a list of messages")
     roles = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant"}
     return [
         (
