@@ -1,0 +1,124 @@
+"""Tables and pictures of a calibration from a small real run of every kind of arm."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import calibration_tables as tables
+import pytest
+
+from hybridstate import api
+from hybridstate.figures.calibration import calibration_figures
+
+FORMATS = (
+    "int8-step+reorder,nvfp4,damp-energy,damp-retention-only,damp-per-head,"
+    "damp-k4,damp-k8,int8-every-4,int8-feedback-int4,damp-every-4"
+)
+
+
+@pytest.fixture(scope="module")
+def result(tiny_gdn: Path) -> dict[str, Any]:
+    found = api.calibrate(
+        *(tiny_gdn, None),
+        formats=f"default,{FORMATS}",
+        k_hi=2,
+        seeds=2,
+        greedy=True,
+        temperature=1.0,
+        input_tokens=24,
+        new_tokens=36,
+        batch=200,
+        windows=(0,),
+        anchors=(2, 5),
+        horizon=8,
+    )
+    rows = [
+        {
+            "format": row.format,
+            "task": "recall",
+            "accuracy": 0.75,
+            "accuracy_error": 0.02,
+            "below_fp32": 0.1,
+            "below_fp32_error": None,
+        }
+        for row in found.divergences
+    ]
+    answered = {
+        "filler_updates": 18,
+        "texts": {"recall": 4},
+        "questions": {"recall": 128},
+        "chance": {"recall": 0.01},
+        "rows": rows,
+    }
+    return found.to_json() | {"task_accuracy": answered}
+
+
+def test_every_table_names_its_rows_and_its_sample(result: dict[str, Any]) -> None:
+    found = {title: table(result) for title, table in tables.TABLES}
+    assert all(found.values()), [title for title, text in found.items() if not text]
+    text = found["Storage formats of the live state"]
+    assert "| nvfp4 |" in text
+    assert "6 sequences of 35 updates from 2 seeds" in text
+    assert "18.48 %" in text  # DAMP 4.1, from the list of published numbers
+    text = found["Which key channels are kept in FP16"]
+    assert "damp-retention-only is undefined" in text
+    assert "from channels per value head (SD over seeds" in text
+    assert "ring" in found["Baselines the papers lack"]
+    assert "chunks of 8,192" in found["Divergence over steps"]
+    assert "| 4 |" in found["How many key channels are kept in FP16"]
+    assert "75.0 ± 2.0" in found["Answers after thousands of updates"]
+    assert "93.2 %" in found["Agreement of two halves of the prompts"]
+    assert "69 %" in found["Where the error of INT8 sits"]
+    assert "Rank correlation" in found["Where the error of INT8 sits"]
+    assert "| greedy |" in found["Greedy trajectories"]
+    for text in found.values():
+        widths = {line.count("|") for line in text.splitlines() if line.startswith("|")}
+        assert "nan" not in text.lower()
+        assert "None" not in text
+        assert widths
+
+
+def test_older_recordings_give_what_they_have() -> None:
+    row = {
+        "format": "fp16",
+        "kl": 1e-6,
+        "kl_error": 1e-7,
+        "top1": 1.0,
+        "state_error": 0.01,
+        "perplexity_ratio": 1.0,
+        "bits_per_value": 16,
+        "bits_per_value_with_ring": 16,
+    }
+    old = {
+        "validation": [row],
+        "validation_sequences": 12,
+        "validation_positions": 4095,
+        "seed": 0,
+        "objective": {},
+        "skipped": {},
+        "key_order_gap": {},
+        "k_hi": 16,
+        "model": {"kind": "gdn"},
+    }
+    found = {title: table(old) for title, table in tables.TABLES}
+    assert [title for title, text in found.items() if text] == ["Storage formats of the live state"]
+
+
+def test_pictures_have_their_numbers_beside_them(result: dict[str, Any], tmp_path: Path) -> None:
+    names = calibration_figures(result, "tiny", tmp_path)
+    assert names == ("state_magnitude", "channel_error", "divergence_bits", "error_steps")
+    for name in names:
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+    heat = rows_of(tmp_path / "state_magnitude.csv")
+    assert len(heat) == 8 * 12
+    shares = rows_of(tmp_path / "channel_error.csv")
+    for values in ("as they are", "scaled and reordered"):
+        mine = [float(row["share_of_head_sorted"]) for row in shares if row["values"] == values]
+        assert sum(mine) == pytest.approx(1.0, abs=0.01)
+        assert mine == sorted(mine, reverse=True)
+    assert calibration_figures({"validation": []}, "tiny", tmp_path) == ()
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as stream:
+        return list(csv.DictReader(stream))
