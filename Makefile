@@ -14,7 +14,7 @@ export HYBRIDSTATE := $(BIN)/hybridstate
 .PHONY: help demo test test-triton check format figures/generate plans/generate generate clean
 
 help: ## this list
-	@grep -hE '^[a-z/]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
+	@grep -hE '^[a-z/-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 demo: $(STAMP) ## the whole path on both embedded models, into ./demo
 	@bash scripts/demo.sh
