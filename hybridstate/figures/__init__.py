@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from hybridstate.figures.calibration import calibration_figures as calibration_figures
 from hybridstate.figures.horizons import (
     channels_figure,
     decay_figure,

@@ -4,11 +4,8 @@ Trajectories are recorded batch by batch into a store. Scores read one layer at 
 gives the risk, the tuning split the objective J, and halves of all prompts tell how stable the choice is.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import numpy as np
@@ -89,38 +86,6 @@ def batches(prompts: tuple[Prompt, ...], protocol: Protocol) -> list[tuple[Promp
     return [
         prompts[start : start + protocol.batch] for start in range(0, len(prompts), protocol.batch)
     ]
-
-
-@contextmanager
-def trajectory_store(
-    output: Path | None, run: Mapping[str, Any], layers: int, *, force: bool = False
-) -> Iterator[TrajectoryStore]:
-    """Where trajectories live: a hidden sibling of the output folder, or a temporary folder.
-
-    Removed on success. After an error or an interruption it stays if a batch is finished, and the same
-    command resumes from it.
-    """
-    if output is None:
-        with TemporaryDirectory(prefix="hybridstate-") as folder:
-            store = TrajectoryStore.open(Path(folder), run, layers)
-            try:
-                yield store
-            finally:
-                store.close()
-        return
-    output = output.absolute()  # "." has no name to put a sibling beside
-    beside = output.with_name(f".{output.name}.trajectories")
-    store = TrajectoryStore.open(beside, run, layers, force=force)
-    try:
-        yield store
-    except BaseException:
-        if not store.has(0):
-            store.remove()
-        raise
-    else:
-        store.remove()
-    finally:
-        store.close()
 
 
 def record_batches(
