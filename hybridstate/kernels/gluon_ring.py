@@ -15,231 +15,42 @@ the head: no host decision, no atomic, fit for CUDA graphs.
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from hybridstate.kernels.layout import PackedLayout
-from hybridstate.kernels.ring_parts import (
-    CHANNEL,
-    CODE_VECTORS,
-    HALF_VECTORS,
-    LEFT,
+from hybridstate.kernels.gluon_parts import (
     MMA,
     NORM_EPSILON,
-    Q_SCALE,
-    RIGHT,
-    ROUND,
-    SCALE_VECTORS,
-    SCALES,
     SHARED1,
     SHARED2,
     SHARED3,
-    SUMS,
-    TILE,
-    TINY_GROUP,
-    UNIT,
     UP,
-    VALUE_ROWS,
     _barrier,
-    _copy,
     _exp,
     _float16,
     _grid,
-    _left_codes,
-    _low_bytes,
-    _own_group,
+    _own_sums,
     _reciprocal,
-    _sums_over_codes,
-    _sums_over_halves,
     _to_column,
-    _to_tile,
-    _vector_offsets,
+    _to_row,
     _view,
 )
-from hybridstate.kernels.ring_reference import LEAST_LOG_DECAY, Ring
-
-FLOOR = gl.constexpr(LEAST_LOG_DECAY)
-DEPTH = gl.constexpr(16)
-"""Entries of one matrix product; the longest ring."""
-
-
-def _entries_layout(entries: int) -> gl.constexpr:
-    """[entry, channel or value column]: a lane owns 4 columns of every entry."""
-    return gl.constexpr(gl.BlockedLayout([entries, 4], [1, 32], [1, 1], [1, 0]))
-
-
-ROWS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0]))
-ENTRIES = gl.constexpr(_entries_layout(16).value)
-COLUMNS = gl.constexpr(gl.SliceLayout(0, ENTRIES.value))
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def _floored(g):
-    """Log decays above the floor; a NaN stays one."""
-    return gl.where(g < FLOOR, FLOOR, g)
-
-
-@gluon.jit
-def _ring_rows(base, held, columns):
-    """The held rows of a ring [entry, 128] in float32, zero where nothing is held."""
-    entry = gl.arange(0, held.shape[0], layout=held.type.layout)
-    at = gl.expand_dims(entry, 1) * 128 + gl.expand_dims(columns, 0)
-    mask = gl.expand_dims(held, 1) & (gl.expand_dims(columns, 0) >= 0)
-    return gl.load(base + at, mask=mask, other=0.0).to(gl.float32)
-
-
-@gluon.jit
-def _gates(p_gates, held, count, g, columns, KDA: gl.constexpr, WHOLE: gl.constexpr):
-    """Log decays of the held entries up to the present, and of the packed state, `g` being the present one's.
-
-    WHOLE: the tile is no longer than the ring, so that GDN's sums are read without a mask.
-
-    KDA: [entry, channel] and [channel] from one float16 log decay per entry and channel.
-    GDN: [entry] and a scalar from sums of log decays since the last rewrite.
-    """
-    if KDA:
-        past = _ring_rows(p_gates, held, columns)
-        total = gl.sum(past, 0) + g
-        # a scan from the last entry backwards would leave the lane; this one stays in it
-        fades = gl.expand_dims(total, 0) - gl.associative_scan(past, 0, _add)
-    else:
-        entry = gl.arange(0, held.shape[0], layout=held.type.layout)
-        if WHOLE:
-            past = gl.load(p_gates + entry)
-        else:
-            past = gl.load(p_gates + entry, mask=held, other=0.0)
-        total = gl.load(p_gates + gl.maximum(count - 1, 0))
-        total = gl.where(count > 0, total, 0.0) + g
-        fades = gl.where(held, total - past, 0.0)
-    return fades, total
-
-
-@gluon.jit
-def _fold_operands(
-    p_keys, p_values, p_gates, count, key, value, g,
-    KDA: gl.constexpr, FRESH: gl.constexpr,
-):  # fmt: skip
-    """Left operand [value column, entry] and, in shared memory, [chunk, channel, entry] of the ring's product.
-
-    With FRESH the present input is entry `count`; without it `g` is zero and nothing is added.
-    """
-    columns = gl.arange(0, 128, layout=COLUMNS)
-    entry = gl.arange(0, DEPTH, layout=gl.SliceLayout(1, ENTRIES))
-    held = entry < count
-    fades, _total = _gates(p_gates, held, count, g, columns, KDA, False)
-    if KDA:
-        keys = _ring_rows(p_keys, held, columns) * _exp(fades)
-    else:
-        keys = _ring_rows(p_keys, held, columns) * gl.expand_dims(_exp(fades), 1)
-    values = _ring_rows(p_values, held, columns)
-    if FRESH:
-        present = gl.expand_dims(entry == count, 1)
-        keys = gl.where(present, gl.expand_dims(key, 0), keys)
-        values = gl.where(present, gl.expand_dims(value, 0), values)
-    left = gl.reshape(values.to(gl.float16), [16, 8, 16])  # entry, r, i
-    left = gl.reshape(gl.permute(left, [2, 1, 0]), [128, 16])
-    left = gl.convert_layout(left, LEFT)
-    # channel 4 j + 2 hh + e stands at column 8 hh + 2 j + e of the product, as codes do
-    split = gl.permute(gl.reshape(keys.to(gl.float16), [16, 8, 4, 2, 2]), [1, 3, 2, 4, 0])
-    right = gl.allocate_shared_memory(gl.float16, [8, 16, 16], SHARED2)
-    _view(right, gl.float16, [8, 16, 16], SHARED3).store(gl.reshape(split, [8, 16, 16]))
-    _barrier()
-    return left, right
-
-
-@gluon.jit
-def _tile_of(x):
-    """Accumulators [value column, channel] to [i, g, r % 2, channel]."""
-    split = gl.reshape(x, [16, 4, 2, 2, 4, 2])
-    tile = gl.reshape(gl.permute(split, [0, 1, 2, 4, 3, 5]), [16, 4, 2, 16])
-    return gl.convert_layout(tile, TILE, assert_trivial=True)
-
-
-@gluon.jit
-def _rewrite(
-    p_halves, p_codes, p_scales, halves, codes, scales, decays, decay, left, right,
-    HIGH: gl.constexpr, KDA: gl.constexpr,
-):  # fmt: skip
-    """S <- decay S + left right, float16 rows stored as they are, INT8 rows with fresh scales."""
-    LOW: gl.constexpr = 8 - HIGH
-    zero = gl.zeros([128, 16], gl.float32, layout=MMA)
-    if HIGH > 0:
-        offsets = _vector_offsets(8, 8, HALF_VECTORS)
-        for c in range(HIGH):
-            split = gl.reshape(halves.index(c).load(HALF_VECTORS), [8, 4, 2, 4, 2, 4])
-            old = gl.reshape(gl.permute(split, [0, 4, 1, 2, 3, 5]), [16, 4, 2, 16])
-            old = gl.convert_layout(old, TILE, assert_trivial=True).to(gl.float32)
-            write = _tile_of(mma_v2(left, right.index(c).permute((1, 0)).load(RIGHT), zero))
-            if KDA:
-                new = old * _to_tile(decays.index(c).load(CHANNEL)) + write
-            else:
-                new = old * decay + write
-            split = gl.permute(gl.reshape(_float16(new), [8, 2, 4, 2, 4, 4]), [0, 2, 3, 4, 1, 5])
-            new = gl.reshape(split, [8, 32, 8])
-            new = gl.convert_layout(new, HALF_VECTORS, assert_trivial=True)
-            gl.store(p_halves + c * 2048 + offsets, new)
-    if LOW > 0:
-        offsets = _vector_offsets(4, 16, CODE_VECTORS)
-        row = gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT))
-        column = gl.arange(0, 16, layout=gl.SliceLayout(0, RIGHT))
-        diagonal = gl.expand_dims(row, 1) == gl.expand_dims(column, 0)
-        identity = gl.where(diagonal, UP, 0.0).to(gl.bfloat16)
-        minus_128 = gl.full([128, 16], -128.0 / UNIT, gl.float32, layout=MMA)
-        scale_offsets = (
-            gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, SCALES)), 1) * 16
-            + gl.expand_dims(gl.arange(0, 16, layout=CHANNEL), 0)
-        )  # fmt: skip
-        # A maximum drops NaN: a value that is not a number makes its column so in every channel, the first included,
-        # and poisons the scales of its group.
-        probe = _tile_of(mma_v2(left, right.index(0).permute((1, 0)).load(RIGHT), zero)) * 0.0
-        poison = gl.sum(gl.sum(gl.sum(probe, 3), 0), 1)  # [g]
-        poison = gl.convert_layout(poison, gl.SliceLayout(1, SCALES))
-        poisons = gl.allocate_shared_memory(gl.float32, [4, 16], SHARED2)  # registers are scarce
-        poisons.store(gl.expand_dims(poison, 1) + gl.zeros([4, 16], gl.float32, layout=SCALES))
-        _barrier()
-        for c in range(LOW):
-            code = mma_v2(_left_codes(codes.index(c).load(CODE_VECTORS)), identity, minus_128)
-            write = mma_v2(left, right.index(c + HIGH).permute((1, 0)).load(RIGHT), zero)
-            scale = scales.index(c).load(SCALES)
-            if KDA:
-                scale = scale * gl.expand_dims(decays.index(c + HIGH).load(CHANNEL), 0)
-            else:
-                scale = scale * decay
-            poisoned = poisons.load(SCALES) + scale * 0.0
-            scale = gl.expand_dims(gl.expand_dims(scale * UNIT, 1), 0)
-            new = _tile_of(code) * scale + _tile_of(write)
-            largest = gl.maximum(gl.max(gl.max(gl.abs(new), 0), 1), TINY_GROUP)
-            gl.store(p_scales + c * 64 + scale_offsets, largest * (1.0 / 127.0) + poisoned)
-            inverse = 127.0 * _reciprocal(largest)
-            rounded = new * gl.expand_dims(gl.expand_dims(inverse, 1), 0) + ROUND
-            split = gl.permute(gl.reshape(_low_bytes(rounded), [4, 4, 8, 4, 4]), [0, 2, 3, 1, 4])
-            bytes_ = gl.reshape(split, [4, 32, 16])
-            bytes_ = gl.convert_layout(bytes_, CODE_VECTORS, assert_trivial=True)
-            gl.store(p_codes + c * 2048 + offsets, bytes_)
-
-
-@gluon.jit
-def _start_copy(head, HIGH: gl.constexpr):
-    """Send one packed head to shared memory; its three parts there and where they lie in the pool."""
-    LOW: gl.constexpr = 8 - HIGH
-    p_halves = head.to(gl.pointer_type(gl.float16))
-    p_codes = (head + HIGH * 4096).to(gl.pointer_type(gl.int8))
-    p_scales = (head + HIGH * 4096 + LOW * 2048).to(gl.pointer_type(gl.float32))
-    # a part without rows is never read; one chunk keeps the types
-    codes = gl.allocate_shared_memory(gl.int8, [max(LOW, 1), 4, 32, 16], SHARED3)
-    scales = gl.allocate_shared_memory(gl.float32, [max(LOW, 1), 4, 16], SHARED2)
-    halves = gl.allocate_shared_memory(gl.float16, [max(HIGH, 1), 8, 32, 8], SHARED3)
-    for c in gl.static_range(LOW):
-        _copy(codes.index(c), p_codes + c * 2048 + _vector_offsets(4, 16, CODE_VECTORS))
-        _copy(scales.index(c), p_scales + c * 64 + _grid(4, 16, 16, SCALE_VECTORS))
-    for c in gl.static_range(HIGH):
-        _copy(halves.index(c), p_halves + c * 2048 + _vector_offsets(8, 8, HALF_VECTORS))
-    async_copy.commit_group()
-    return p_halves, p_codes, p_scales, halves, codes, scales
+from hybridstate.kernels.gluon_update import _sums_over_codes, _sums_over_halves
+from hybridstate.kernels.layout import PackedLayout
+from hybridstate.kernels.ring_fold import (
+    COLUMNS,
+    DEPTH,
+    ENTRIES,
+    Q_SCALE,
+    VALUE_ROWS,
+    W,
+    _floored,
+    _fold_operands,
+    _gates,
+    _rewrite,
+    _ring_rows,
+    _start_copy,
+)
+from hybridstate.kernels.ring_reference import Ring
 
 
 @gluon.jit
@@ -300,8 +111,8 @@ def ring_kernel(
         q_scores = q_scores * fade
     k_ring = gl.sum(gl.expand_dims(k_scores, 1) * past_values, 0)
     q_ring = gl.sum(gl.expand_dims(q_scores, 1) * past_values, 0)
-    k_ring = _to_column(gl.convert_layout(gl.reshape(k_ring, [8, 16]), VALUE_ROWS))
-    q_ring = _to_column(gl.convert_layout(gl.reshape(q_ring, [8, 16]), VALUE_ROWS))
+    k_ring = _to_column(gl.convert_layout(gl.reshape(k_ring, [8, 16]), VALUE_ROWS), W)
+    q_ring = _to_column(gl.convert_layout(gl.reshape(q_ring, [8, 16]), VALUE_ROWS), W)
 
     vectors = gl.allocate_shared_memory(gl.float32, [8, 2, 16], SHARED2)
     decays = gl.allocate_shared_memory(gl.float32, [8, 16], SHARED1)
@@ -325,29 +136,25 @@ def ring_kernel(
     _barrier()
 
     if HIGH < 8:
-        sums = _sums_over_codes(codes, scales, vectors, 8 - HIGH, HIGH)
+        sums = _sums_over_codes(codes, scales, vectors, 8 - HIGH, HIGH, W)
     else:
         sums = gl.zeros([128, 8], gl.float32, layout=MMA)
     if HIGH > 0:
-        sums = _sums_over_halves(sums, halves, vectors, HIGH)
-    sums = gl.convert_layout(gl.reshape(sums, [16, 4, 2, 4, 2]), SUMS, assert_trivial=True)
-    k_sums, q_sums = gl.split(sums)
-    k_state = _own_group(k_sums) * decay + k_ring
-    q_state = _own_group(q_sums) * decay + q_ring
+        sums = _sums_over_halves(sums, halves, vectors, HIGH, W, False)
+    k_state, q_state = _own_sums(sums, W)
+    k_state = k_state * decay + k_ring
+    q_state = q_state * decay + q_ring
 
-    target = _to_column(value) * strength
+    target = _to_column(value, W) * strength
     if SCALED:
-        c = _to_column(value_scale_row)
+        c = _to_column(value_scale_row, W)
         target = target * _reciprocal(c)
     delta = target - k_state * (k_norm * strength)
     o = q_state * q_norm + kq * delta
     if SCALED:
         o = o * c
-    turned = gl.permute(gl.reshape(o, [16, 8]), [1, 0])
-    turned = gl.convert_layout(turned, VALUE_ROWS, assert_trivial=True)
-    gl.store(p_out + columns, turned.to(out.dtype.element_ty))
-    entry = gl.permute(gl.reshape(delta, [16, 8]), [1, 0])
-    entry = _float16(gl.convert_layout(entry, VALUE_ROWS, assert_trivial=True))
+    gl.store(p_out + columns, _to_row(o, W).to(out.dtype.element_ty))
+    entry = _float16(_to_row(delta, W))
     key = (k_row * k_norm).to(gl.float16)
 
     if MODE == 2:

@@ -199,14 +199,14 @@ def ring_kernel(
             tl.store(out + b * out_batch + h * V + cols, o.to(out.dtype.element_ty), live)
             value16 = _saturated(delta).to(ring_values.dtype.element_ty)
         if full:
-            value = value16.to(tl.float32)[:, None]
+            written = value16.to(tl.float32)[:, None]
             s_hi = _folded(
-                s_hi + value * key_hi.to(tl.float32)[None, :], gate_hi, p_keys, p_values, p_gates,
+                s_hi + written * key_hi.to(tl.float32)[None, :], gate_hi, p_keys, p_values, p_gates,
                 u, in_hi, cols, live, count, total, K, V, KDA,
             )  # fmt: skip
             _store_half(at_hi, s_hi, tile_hi)
             s_lo = _folded(
-                s_lo + value * key_lo.to(tl.float32)[None, :], gate_lo, p_keys + KHI, p_values,
+                s_lo + written * key_lo.to(tl.float32)[None, :], gate_lo, p_keys + KHI, p_values,
                 p_gates + (KHI if KDA else 0), w, in_lo, cols, live, count, total, K, V, KDA,
             )  # fmt: skip
             _store_codes(at_lo, p_scale + group * KLO + w, s_lo, tile_lo, in_lo)
@@ -240,7 +240,7 @@ def _launch(
         GROUP=layout.group, HEAD_BYTES=layout.head_bytes, KDA=ring.per_channel,
         SCALED=value_scale is not None, EVERY=ring.every, FLUSH=flush,
         GP=power(min(layout.group, layout.value_dim)), HP=power(max(layout.k_hi, 1)),
-        LP=power(max(layout.rows_lo, 1)), EP=power(ring.every - 1), num_warps=1,
+        LP=power(max(layout.rows_lo, 1)), EP=power(ring.every - 1), num_warps=2,
     )  # fmt: skip
 
 

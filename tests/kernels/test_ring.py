@@ -1,6 +1,9 @@
 """Deferred requantisation: the ring's algebra in float64, its storage against the simulator's, kernels against both."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -264,3 +267,16 @@ def test_wide_values_saturate_in_the_ring() -> None:
     run(ring_step, inputs, pool, ring, torch.tensor([0, 1]))
     assert float(ring.values.abs().max()) == 65504.0
     assert_within(torch.tensor(ring.phases.sum().item()), torch.tensor(8.0), "reference-f64")
+
+
+def test_ring_kernels_compile_for_hopper_without_spills(capsys: pytest.CaptureFixture[str]) -> None:
+    """Offline, in a process whose Triton is not an interpreter; L = 8 here, all lengths by hand."""
+    pytest.importorskip("triton")
+    root = Path(__file__).parents[2]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(root), environment.get("PYTHONPATH", "")])
+    script = [sys.executable, str(Path(__file__).with_name("ring_offline.py")), "8"]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
+    with capsys.disabled():
+        sys.stdout.write("\n" + done.stdout)
+    assert done.returncode == 0, done.stderr
