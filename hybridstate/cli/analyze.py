@@ -1,5 +1,6 @@
 """`hybridstate analyze`: horizons, retained counts and bytes from the weights alone."""
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,8 @@ from hybridstate.cli.analyze_options import (
     parse_tiers,
 )
 from hybridstate.cli.analyze_tables import analysis_tables, remarks
-from hybridstate.cli.analyze_validation import validation_tables
+from hybridstate.cli.analyze_validation import VALIDATION_FILE, validation_tables
+from hybridstate.cli.bench_output import recorded
 from hybridstate.cli.capacity_tables import capacity_tables
 from hybridstate.cli.options import (
     Balance,
@@ -208,6 +210,7 @@ def analyze(
         capacity_tables(out, analysis)
         drawn: dict[str, Any] | None = None
         if validate:
+            began = time.perf_counter()
             validation = api.validate_horizons(
                 model,
                 w_max=w_max or W_MAX,
@@ -223,9 +226,12 @@ def analyze(
             for warning in validation.warnings:
                 out.warn(warning)
             validation_tables(out, result["validation"])
-            drawn = validation.to_json(all_units=True)
+            drawn = validation.to_json(all_units=True) | {
+                "seconds": round(time.perf_counter() - began, 1)
+            }
+            result["validation"]["seconds"] = drawn["seconds"]
         if output is not None:
-            written = _write(output, analysis, result, drawn, force=force)
+            written = _write(out, output, analysis, result, drawn, force=force)
             result["written"] = written
             out.note(f"wrote {len(written)} files to {output}")
         if report is not None:
@@ -344,10 +350,12 @@ def _file_names(unit: str, tp: int, *, validate: bool) -> list[str]:
     from hybridstate.figures import VALIDATION_FIGURES, figure_names
 
     names = [*figure_names(unit, tp), *(VALIDATION_FIGURES if validate else ())]
-    return ["analysis.json", *(f"{name}.{kind}" for name in names for kind in ("csv", "png"))]
+    files = ["analysis.json", *([VALIDATION_FILE] if validate else [])]
+    return [*files, *(f"{name}.{kind}" for name in names for kind in ("csv", "png"))]
 
 
 def _write(
+    out: Output,
     folder: Path,
     analysis: "Analysis",
     result: dict[str, Any],
@@ -366,7 +374,13 @@ def _write(
         (partial / "analysis.json").write_text(text, encoding="utf-8")
         analysis_figures(analysis, partial)
         if validation is not None:
+            from hybridstate.bench.timing import device_record
+
             validation_figures(validation, analysis.source.name, partial)
+            kept = {"model": analysis.source.name, "validation": result["validation"]}
+            found = recorded(out, kept, device_record(validation["device"]))
+            text = json.dumps(found, indent=1, allow_nan=False) + "\n"
+            (partial / VALIDATION_FILE).write_text(text, encoding="utf-8")
         names = sorted(path.name for path in partial.iterdir())
     return [str(folder / name) for name in names]
 

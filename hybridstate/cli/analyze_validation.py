@@ -1,11 +1,14 @@
 """Tables of `analyze --validate`: ranks, cutoffs, the chosen gate input, decay of domains, the intervention."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from hybridstate.cli.output import Output
 
 Found = Mapping[str, Any]
+
+VALIDATION_FILE: Final = "validation.json"
+"""In the folder of `-o`: the validation alone with its provenance, as kept in `benchmarks/`."""
 
 
 def validation_tables(out: Output, found: Found) -> None:

@@ -1,5 +1,6 @@
 """Where the result of a bench verb goes: one JSON file, or a folder with its figures."""
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -58,22 +59,12 @@ def finish(
     draw: Callable[[dict[str, Any], Path], None] | None = None,
 ) -> None:
     """Add where the numbers come from, write the document and its figures, hand over the result."""
-    import json as json_format
+    from hybridstate.provenance import fresh_folder, write_file
 
-    from hybridstate.provenance import environment, fresh_folder, write_file
-
-    hardware = result["device"]
-    result["provenance"] = environment(device=hardware["name"], hardware=hardware)
-    document = {
-        "schema": SCHEMA,
-        "command": out.command,
-        "arguments": _arguments(),
-        "model": result.get("model", out.model),
-        "provenance": result["provenance"],
-        "result": {key: value for key, value in result.items() if key != "provenance"},
-    }
+    document = recorded(out, result, result["device"])
+    result["provenance"] = document["provenance"]
     if path is not None:
-        text = json_format.dumps(document, indent=1, allow_nan=False) + "\n"
+        text = json.dumps(document, indent=1, allow_nan=False) + "\n"
         if path.suffix == ".json":
             write_file(path, text.encode())
         else:
@@ -83,6 +74,24 @@ def finish(
                     draw(result, folder)
         out.note(f"wrote {path}")
     out.result(result)
+
+
+def recorded(out: Output, result: dict[str, Any], hardware: dict[str, Any]) -> dict[str, Any]:
+    """The document that goes into `benchmarks/`: the result, and what it was made from, with and on.
+
+    Args:
+        hardware: `bench.timing.device_record` of the device that ran.
+    """
+    from hybridstate.provenance import environment
+
+    return {
+        "schema": SCHEMA,
+        "command": out.command,
+        "arguments": _arguments(),
+        "model": result.get("model", out.model),
+        "provenance": environment(device=hardware["name"], hardware=hardware),
+        "result": dict(result),
+    }
 
 
 def _arguments() -> list[str]:
