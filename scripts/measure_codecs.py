@@ -33,6 +33,8 @@ TESTS = (
     ),
     ("tests/kernels/test_multi_token.py", "gdn and not one_requantisation"),
     ("tests/kernels/test_multi_token.py", "kda or one_requantisation"),
+    ("tests/kernels/test_numerics.py", "4096 and gdn"),
+    ("tests/kernels/test_numerics.py", "4096 and kda"),
 )
 SHAPES = {"warps": (2, 4, 8), "rows": (8, 16, 32)}
 TUNED = (
@@ -73,7 +75,18 @@ def run_processes(record: Record, tests: bool, tuning: bool) -> None:
     jobs: list[tuple[str, list[str]]] = []
     if tests:
         for path, names in TESTS:
-            pytest = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", path, "-k", names]
+            pytest = [
+                "-m",
+                "pytest",
+                "-q",
+                "-W",
+                "ignore",
+                "-p",
+                "no:cacheprovider",
+                path,
+                "-k",
+                names,
+            ]
             jobs.append((f"{Path(path).stem}: {names}", pytest))
     script = str(Path(__file__).resolve())
     jobs.append(("compile", [script, "--compile", "4,16"]))

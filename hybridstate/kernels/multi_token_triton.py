@@ -132,7 +132,7 @@ def tokens_kernel(
             if KLO > 0:
                 new_scale, divisor = _group_scale(tl.where(inside, state, 0.0), 0)
                 tl.store(p_scale + at_scale, new_scale, in_lo & in_rows)
-                codes = nearest_code(state, tl.broadcast_to(divisor[None, :], state.shape))
+                codes = nearest_code(state, divisor[None, :])
                 tl.store(p_lo + at_lo, codes ^ -128 if FRAGMENT else codes, m_lo)
         else:
             tl.store(p_state, _as_stored(state, pool.dtype.element_ty), inside)

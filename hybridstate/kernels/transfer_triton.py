@@ -48,7 +48,7 @@ def gather_kernel(
         scale = tl.div_rn(top, tl.full(top.shape, 127.0, tl.float32)).to(SCALE)
         wide = scale.to(tl.float32)
         divisor = tl.where(wide > 0, wide, 1.0)
-        codes = nearest_code(x, tl.broadcast_to(divisor[:, None], x.shape))
+        codes = nearest_code(x, divisor[:, None])
         tl.store(blob.to(tl.pointer_type(tl.int8)) + spot, codes, inside)
         tl.store((blob + scales_at).to(tl.pointer_type(SCALE)) + at, scale, live)
     else:
