@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -203,3 +204,27 @@ def test_what_does_not_fit_is_refused() -> None:
         RowTable.from_masks(torch.ones(1, 2, 23), 24)
     with pytest.raises(NumericError, match="no checkpoint codec"):
         CheckpointForm("int4", 128)  # type: ignore[arg-type]
+
+
+def test_fused_remainders_round_as_ieee_division() -> None:
+    """The compiled kernels' quotient, with the fused operation emulated in extended precision."""
+    generator = np.random.default_rng(12)
+    size = 200_000
+    divisor = (10.0 ** generator.uniform(-44, 4, size)).astype(np.float32)
+    divisor = np.maximum(divisor, np.float32(1e-45))
+    x = (divisor.astype(np.float64) * generator.uniform(-127, 127, size)).astype(np.float32)
+    half = generator.random(size) < 0.3  # quotients next to a tie
+    near = divisor.astype(np.float64) * (generator.integers(-127, 127, size) + 0.5)
+    x = np.where(half, near.astype(np.float32), x)
+
+    def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+        wide = a.astype(np.longdouble) * b.astype(np.longdouble) + c.astype(np.longdouble)
+        return wide.astype(np.float32)
+
+    lift = np.where(divisor < np.float32(1e-18), np.float32(2.0**64), np.float32(1.0))
+    d, lifted = divisor * lift, x * lift
+    reciprocal = np.float32(1.0) / d
+    ratio = lifted * reciprocal
+    for _ in range(2):
+        ratio = fused(fused(ratio, -d, lifted), reciprocal, ratio)
+    assert np.array_equal(ratio, x / divisor)
