@@ -20,7 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hybridstate.bench.timing import device_record, measure_launches, rotation
-from hybridstate.kernels import gluon_split, gluon_update, triton_update
+from hybridstate.kernels import gluon_update, triton_update
 from hybridstate.kernels.fusion import NO_FUSION, StepFusion
 from hybridstate.kernels.layout import DenseLayout, Layout, PackedLayout
 from hybridstate.kernels.reference import recurrent_step
@@ -78,12 +78,11 @@ def variants() -> Iterator[Variant]:
         for overlap in (0, 2):
             o = {"columns": columns, "warps": warps, "overlap": overlap}
             name = f"gdn split {columns} x {warps} fused overlap {overlap}"
-            step = gluon_split.split_step
-            yield Variant(name, p, "gdn", True, batches=small, options=o, launcher=step)
+            yield Variant(name, p, "gdn", True, batches=small, options=o)
     o = {"columns": 32, "warps": 8}
     yield Variant(
         "kda split 32 x 8 safe index count", p, "kda", True, True, True, True, batches=small,
-        options=o, launcher=gluon_split.split_step,
+        options=o,
     )  # fmt: skip
     for kind in ("gdn", "kda"):
         f32 = DenseLayout(128, 128, torch.float32, "tiles")
@@ -116,8 +115,7 @@ def variants() -> Iterator[Variant]:
     ):
         o = {"columns": 32, "warps": warps}
         name = f"gdn split 32 x {warps} {layout.layout_id[18:]}"
-        step = gluon_split.split_step
-        yield Variant(name, layout, "gdn", True, batches=(8, 1), options=o, launcher=step)
+        yield Variant(name, layout, "gdn", True, batches=(8, 1), options=o)
     olmo = packed(96, 192)
     for columns in (64, 32):
         o = {"columns": columns}

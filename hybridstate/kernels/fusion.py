@@ -52,6 +52,14 @@ class StepFusion:
             return GATE_GIVEN
         return GATE_SOFTPLUS if self.lower_bound is None else GATE_SAFE
 
+    def to(self, device: torch.device) -> "StepFusion":
+        """The same with its tensors on `device`."""
+        tensors = (self.a_log, self.dt_bias, self.key_index, self.saturated)
+        a_log, dt_bias, key_index, saturated = (
+            None if x is None else x.to(device) for x in tensors
+        )
+        return StepFusion(a_log, dt_bias, self.lower_bound, self.beta_scale, key_index, saturated)
+
     def check(self, heads: int, key_dim: int, *, per_channel: bool) -> None:
         """Refuse tensors that the kernels would misread.
 
@@ -107,6 +115,21 @@ class StepFusion:
             q, k = (x.repeat_interleave(heads // x.shape[1], 1).gather(2, order) for x in (q, k))
             g = g.gather(2, order) if g.dim() == 3 else g
         return q, k, g, beta
+
+
+def draw_fusion(
+    heads: int, key_dim: int, per_channel: bool, generator: torch.Generator
+) -> StepFusion:
+    """Random options for a test on the CPU: softplus for GDN, the safe gate and a key order per head for KDA."""
+    bias = (heads, key_dim) if per_channel else (heads,)
+    orders = torch.stack([torch.randperm(key_dim, generator=generator) for _ in range(heads)])
+    return StepFusion(
+        a_log=torch.randn(heads, generator=generator),
+        dt_bias=torch.randn(bias, generator=generator),
+        lower_bound=-5.0 if per_channel else None,
+        beta_scale=2.0,
+        key_index=orders.to(torch.uint8) if per_channel else None,
+    )
 
 
 NO_FUSION = StepFusion()

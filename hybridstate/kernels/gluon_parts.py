@@ -6,9 +6,16 @@ and, in each chunk of 16 key channels, channels 4 j + e; the group of a lane is 
 scale per channel. A narrower warp reads runs of W bytes out of the same block.
 """
 
+from typing import Any
+
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from hybridstate.kernels.fusion import StepFusion
+from hybridstate.kernels.layout import Layout, PackedLayout
 
 # Names that moved between Triton 3.6 and 3.9.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -335,3 +342,40 @@ def _own_sums(total, W: gl.constexpr):
     split = gl.convert_layout(split, sums_layout(W, W // 8), assert_trivial=True)
     k_sums, q_sums = gl.split(split)
     return _own_group(k_sums, W), _own_group(q_sums, W)
+
+
+def launch_arguments(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pool: Tensor, slots: Tensor,
+    out: Tensor, value_scale: Tensor | None, layout: Layout, fusion: StepFusion,
+    columns: int, overlap: int,
+) -> tuple[tuple[int], list[Any], dict[str, Any]]:  # fmt: skip
+    """Grid, run-time arguments and constants that the matrix kernels share."""
+    batch, heads, value_dim = v.shape
+    if isinstance(layout, PackedLayout):
+        high, bf16 = layout.k_hi, False
+    else:
+        high, bf16 = layout.key_dim, layout.dtype == torch.bfloat16
+    optional = (value_scale, fusion.a_log, fusion.dt_bias, fusion.key_index, fusion.saturated)
+    scale, *parameters = (out if x is None else x for x in optional)  # `out`: never read
+    arguments: list[Any] = [q, k, v, g, beta, pool, scale, slots, out, *parameters]
+    arguments += [x.stride(0) for x in (q, k, v, g, beta, out)]
+    arguments.append(pool.stride(0) * pool.element_size())
+    constants = {
+        "H": heads,
+        "HK": q.shape[1],
+        "K": layout.key_dim,
+        "V": value_dim,
+        "HIGH": high // 16,
+        "BF16": bf16,
+        "W": columns,
+        "BLOCK": layout.block,
+        "KDA": g.dim() == 3,
+        "SCALED": value_scale is not None,
+        "GATE": fusion.gate,
+        "LOWER": fusion.lower_bound or 0.0,
+        "LOGIT": fusion.beta_scale or 0.0,
+        "INDEXED": fusion.key_index is not None,
+        "COUNTED": fusion.saturated is not None and high > 0 and not bf16,
+        "OVERLAP": overlap,
+    }
+    return (batch * heads * (value_dim // columns),), arguments, constants

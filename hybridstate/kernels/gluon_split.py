@@ -9,12 +9,10 @@ Key channels come rotated by the 16-bit rows, so that INT8 chunk c of warp w is 
 HIGH is; the 16-bit rows keep copies of their own. A warp without a chunk computes on zeros and stores nothing.
 """
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from hybridstate.kernels.fusion import NO_FUSION, StepFusion
 from hybridstate.kernels.gluon_parts import (
     HALF_LIMIT,
     NORM_EPSILON,
@@ -62,8 +60,6 @@ from hybridstate.kernels.gluon_split_parts import (
     split_tile,
     split_vectors,
 )
-from hybridstate.kernels.gluon_update import launch_arguments
-from hybridstate.kernels.layout import Layout
 
 
 @gluon.jit
@@ -365,23 +361,3 @@ def split_kernel(
                 p_codes + s * (WARPS * 16 * BLOCK) + code_offsets, bytes_,
                 mask=_warp_axis(CODES, WARPS) < LOW - s * WARPS,
             )  # fmt: skip
-
-
-def split_step(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pool: Tensor, slots: Tensor,
-    out: Tensor, value_scale: Tensor | None, layout: Layout, fusion: StepFusion = NO_FUSION,
-    *, columns: int = 32, warps: int = 8, overlap: int = 0,
-) -> None:  # fmt: skip
-    """Launch `split_kernel`; arguments as in `gluon_update.packed_step`.
-
-    Args:
-        columns: value columns of a program.
-        warps: of a program, at most one per chunk of the padded key dimension.
-    """
-    grid, pointers, constants = launch_arguments(
-        q, k, v, g, beta, pool, slots, out, value_scale, layout, fusion, columns, overlap
-    )
-    split_kernel[grid](
-        *pointers, **constants, WARPS=warps, num_warps=warps,
-        enable_fp_fusion=True, launch_pdl=overlap > 0,
-    )  # fmt: skip

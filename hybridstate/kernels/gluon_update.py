@@ -19,9 +19,6 @@ A column whose delta is not finite poisons the scales of its group, so that a Na
 numbers. Rows of 16 bits (FP16 of packed states; FP16 or BF16 of dense ones) take the same sums and one FFMA.
 """
 
-from typing import Any
-
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -66,6 +63,7 @@ from hybridstate.kernels.gluon_parts import (
     _write_strength,
     channel_layout,
     flat_layout,
+    launch_arguments,
     operand_layout,
     row_layout,
     scale_layout,
@@ -73,7 +71,8 @@ from hybridstate.kernels.gluon_parts import (
     tile_layout,
     vector_layout,
 )
-from hybridstate.kernels.layout import Layout, PackedLayout
+from hybridstate.kernels.gluon_split import split_kernel
+from hybridstate.kernels.layout import Layout
 
 
 @gluon.jit
@@ -354,71 +353,46 @@ def packed_kernel(
 
 def packed_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pool: Tensor, slots: Tensor,
-    out: Tensor, value_scale: Tensor | None, layout: Layout,
-    fusion: StepFusion = NO_FUSION, *, columns: int | None = None, overlap: int = 0,
+    out: Tensor, value_scale: Tensor | None, layout: Layout, fusion: StepFusion = NO_FUSION,
+    *, columns: int | None = None, warps: int = 1, overlap: int = 0,
 ) -> None:  # fmt: skip
-    """Launch `packed_kernel`; arguments as in `update.packed_step`, already checked.
+    """Launch a matrix kernel; arguments as in `update.packed_step`, already checked.
 
     FMA fusion is asked for by name because the instruction budget depends on it and its default will change.
 
     Args:
         layout: in fragment order; a dense one has rows of 16 bits alone.
-        columns: value columns of a warp, at most `layout.block`; None: by the number of heads in the batch.
+        columns: value columns of a program, at most `layout.block`; None: columns and warps by the number of
+            heads in the batch (`matrix_form`).
+        warps: of a program; several share the key channels of the same columns (gluon_split.py).
         overlap: programmatic dependent launch, see the kernel.
     """
-    width = columns or warp_columns(layout, v.shape[0] * v.shape[1])
+    if columns is None:
+        columns, warps = matrix_form(layout, v.shape[0] * v.shape[1])
     grid, pointers, constants = launch_arguments(
-        q, k, v, g, beta, pool, slots, out, value_scale, layout, fusion, width, overlap
+        q, k, v, g, beta, pool, slots, out, value_scale, layout, fusion, columns, overlap
     )
-    packed_kernel[grid](
-        *pointers, **constants, num_warps=1, enable_fp_fusion=True, launch_pdl=overlap > 0
-    )
-
-
-def launch_arguments(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pool: Tensor, slots: Tensor,
-    out: Tensor, value_scale: Tensor | None, layout: Layout, fusion: StepFusion,
-    columns: int, overlap: int,
-) -> tuple[tuple[int], list[Any], dict[str, Any]]:  # fmt: skip
-    """Grid, run-time arguments and constants that the matrix kernels share."""
-    batch, heads, value_dim = v.shape
-    if isinstance(layout, PackedLayout):
-        high, bf16 = layout.k_hi, False
-    else:
-        high, bf16 = layout.key_dim, layout.dtype == torch.bfloat16
-    optional = (value_scale, fusion.a_log, fusion.dt_bias, fusion.key_index, fusion.saturated)
-    scale, *parameters = (out if x is None else x for x in optional)  # `out`: never read
-    arguments: list[Any] = [q, k, v, g, beta, pool, scale, slots, out, *parameters]
-    arguments += [x.stride(0) for x in (q, k, v, g, beta, out)]
-    arguments.append(pool.stride(0) * pool.element_size())
-    constants = {
-        "H": heads,
-        "HK": q.shape[1],
-        "K": layout.key_dim,
-        "V": value_dim,
-        "HIGH": high // 16,
-        "BF16": bf16,
-        "W": columns,
-        "BLOCK": layout.block,
-        "KDA": g.dim() == 3,
-        "SCALED": value_scale is not None,
-        "GATE": fusion.gate,
-        "LOWER": fusion.lower_bound or 0.0,
-        "LOGIT": fusion.beta_scale or 0.0,
-        "INDEXED": fusion.key_index is not None,
-        "COUNTED": fusion.saturated is not None and high > 0 and not bf16,
-        "OVERLAP": overlap,
-    }
-    return (batch * heads * (value_dim // columns),), arguments, constants
-
-
-def warp_columns(layout: Layout, heads: int) -> int:
-    """Value columns of a warp for `heads` heads in a batch: narrow while that fills more of the device."""
-    widths = [w for w in WIDTHS if w[0] <= layout.block]
-    return next(
-        (w for w, least in widths if heads * layout.value_dim >= least * 128), widths[-1][0]
+    if warps > 1:
+        constants["WARPS"] = warps
+    kernel = packed_kernel if warps == 1 else split_kernel
+    kernel[grid](
+        *pointers, **constants, num_warps=warps, enable_fp_fusion=True, launch_pdl=overlap > 0
     )
 
 
-WIDTHS: tuple[tuple[int, int], ...] = ((128, 4096), (64, 256), (32, 0))
-"""Value columns of a warp and the least number of 128-column heads in a batch from which they are the fastest."""
+def matrix_form(layout: Layout, heads: int) -> tuple[int, int]:
+    """Columns and warps of a program for `heads` heads in a batch: the narrower, the fewer they are."""
+    tiles = heads * layout.value_dim // 128
+    chunks = 4 if layout.key_dim <= 64 else 8  # of the padded key dimension, at most one a warp
+    fitting = [f for f in FORMS if f[1] <= layout.block and f[2] <= chunks]
+    return next((f[1], f[2]) for f in fitting if tiles >= f[0])
+
+
+FORMS: tuple[tuple[int, int, int], ...] = (
+    (2048, 128, 1),
+    (512, 64, 1),
+    (256, 32, 1),
+    (0, 32, 8),
+    (0, 32, 4),
+)
+"""Least 128-column heads in a batch, and the columns and warps of a program that are the fastest from there."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hybridstate.defaults import GROUP
 from hybridstate.errors import MissingRequirement, NumericError
-from hybridstate.kernels.fusion import NO_FUSION, StepFusion
+from hybridstate.kernels.fusion import NO_FUSION, StepFusion, draw_fusion
 from hybridstate.kernels.layout import DenseLayout, Layout, PackedLayout
 from hybridstate.kernels.reference import recurrent_step
 
@@ -266,22 +266,32 @@ class StepCheck:
 
 
 def self_test(name: Name, device: torch.device, layout: Layout) -> str | None:
-    """Small steps of GDN and of KDA, with gates given and fused and at every width of a warp, against float64.
+    """Small steps of GDN and of KDA, gates given and fused, in every form of a kernel, against float64.
 
     Returns:
         None when output and state are right, otherwise what was wrong.
     """
-    for number, (per_channel, fused) in enumerate(product((False, True), (False, True))):
-        step = runner(name, layout)
-        if name == "gluon":
-            widths = [w for w in (128, 64, 32) if w <= layout.block]
-            step = partial(step, columns=widths[number % len(widths)])
-        heads = 1 + per_channel
+    step = runner(name, layout)
+    forms: list[dict[str, int]] = [{}]
+    if name == "gluon":
+        forms = [{"columns": w} for w in (128, 64, 32) if w <= layout.block]
+        forms.append({"columns": 32, "warps": 4})
+    for per_channel, fused, form in [
+        *((*kind, forms[0]) for kind in product((False, True), (False, True))),
+        *((bool(n % 2), True, form) for n, form in enumerate(forms[1:])),
+    ]:
         found = check_step(
-            name, device, layout, per_channel=per_channel, key_heads=heads, fused=fused, step=step
+            name,
+            device,
+            layout,
+            per_channel=per_channel,
+            key_heads=1 + per_channel,
+            fused=fused,
+            step=partial(step, **form),
         )
         if found.problem is not None:
             gate = f"{'KDA' if per_channel else 'GDN'}{' from raw projections' * fused}"
+            gate += "".join(f", {n} {what}" for what, n in form.items())
             return f"{gate} step is wrong: {found.problem}"
     return None
 
@@ -321,21 +331,7 @@ def check_step(
     v = draw(batch, heads, value_dim).bfloat16()
     g = -draw(*((batch, heads, key_dim) if per_channel else (batch, heads))).abs() * 0.2
     beta = draw(batch, heads) if fused else draw(batch, heads).sigmoid()
-    fusion, there = NO_FUSION, NO_FUSION
-    if fused:
-        index = torch.stack([torch.randperm(key_dim, generator=generator) for _ in range(heads)])
-        index = index.to(torch.uint8)
-        a_log, dt_bias = draw(heads), draw(*g.shape[1:])
-        fusion, there = (
-            StepFusion(
-                a_log=a_log.to(where),
-                dt_bias=dt_bias.to(where),
-                lower_bound=-5.0 if per_channel else None,
-                beta_scale=2.0,
-                key_index=index.to(where) if per_channel else None,
-            )
-            for where in (torch.device("cpu"), device)
-        )
+    fusion = draw_fusion(heads, key_dim, per_channel, generator) if fused else NO_FUSION
     scale = draw(heads, value_dim).exp() if scaled else torch.ones(heads, value_dim)
     pool = layout.pack(draw(batch + 1, heads, key_dim, value_dim))
     slots = torch.randperm(batch + 1, generator=generator)[:batch]
@@ -344,7 +340,7 @@ def check_step(
     on_device = [x.to(device) for x in (q, k, v, g, beta, pool.clone(), slots)]
     out = torch.full_like(on_device[2], float("nan"))
     (step or runner(name, layout))(
-        *on_device, out, scale.to(device) if scaled else None, layout, there
+        *on_device, out, scale.to(device) if scaled else None, layout, fusion.to(device)
     )
     q, k, g, beta = fusion.derive(q.double(), k.double(), g.double(), beta.double())
     return _compare((q, k, v, g, beta), slots, scale, pool, on_device[5].cpu(), out.cpu(), layout)

@@ -1,13 +1,13 @@
 """Cases of one decode step, shared by the interpreter on a CPU and the real kernels on a GPU."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridstate.kernels.fusion import StepFusion
+from hybridstate.kernels.fusion import StepFusion, draw_fusion
 from hybridstate.kernels.layout import DenseLayout, PackedLayout
 from hybridstate.kernels.reference import recurrent_step
 from tests.tolerances import assert_within, relative_rms
@@ -126,17 +126,8 @@ def draw(case: Case, seed: int = 1) -> Inputs:
 def fused(case: Case, device: torch.device | str = "cpu", seed: int = 2) -> StepFusion:
     """Raw projections: softplus for GDN; safe gate and a key order per value head for KDA; a counter."""
     generator = torch.Generator().manual_seed(seed)
-    K, H = case.layout.key_dim, case.heads
-    kda = case.kind == "kda"
-    orders = torch.stack([torch.randperm(K, generator=generator) for _ in range(H)])
-    return StepFusion(
-        a_log=torch.randn(H, generator=generator).to(device),
-        dt_bias=torch.randn((H, K) if kda else (H,), generator=generator).to(device),
-        lower_bound=-5.0 if kda else None,
-        beta_scale=2.0 if kda else 1.0,
-        key_index=orders.to(torch.uint8).to(device) if kda else None,
-        saturated=torch.zeros(1, dtype=torch.int32, device=device),
-    )
+    drawn = draw_fusion(case.heads, case.layout.key_dim, case.kind == "kda", generator)
+    return replace(drawn, saturated=torch.zeros(1, dtype=torch.int32)).to(torch.device(device))
 
 
 def exact_step(case: Case, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -221,6 +212,25 @@ PUBLISHED = [
     Case("all FP16", PackedLayout(128, 128, 128), "gdn", key_heads=1, heads=2),
 ]
 """128 x 128, where the matrix kernel applies."""
+
+OTHER_DIMS = [
+    Case("64 x 64", PackedLayout(64, 64, 16), "kda", padding=True),
+    Case("OLMo", PackedLayout(96, 192, 16), "gdn", key_heads=2, heads=2, padding=True),
+    Case("H/Hk=8", PackedLayout(128, 64, 32), "gdn", key_heads=1, heads=8),
+    Case("192 x 96", PackedLayout(192, 96, 32), "kda", scaled=False),
+    Case("256 x 256", PackedLayout(256, 256, 32), "gdn", key_heads=1, heads=3, batch=2),
+    Case("64 x 256", PackedLayout(64, 256, 0), "kda", batch=2),
+]
+"""The matrix kernel's other geometries: blocks of 128, 64 and 32 columns, 4 to 16 chunks of key channels."""
+
+SIXTEEN_BIT = [
+    Case(
+        str(dtype).removeprefix("torch."), DenseLayout(*dims, dtype, "fragment"), kind, padding=True
+    )
+    for dtype in (torch.float16, torch.bfloat16)
+    for dims, kind in (((128, 128), "gdn"), ((128, 128), "kda"), ((96, 192), "gdn"))
+]
+"""Dense states of 16 bits in fragment order."""
 
 DENSE = [
     Case("H/Hk=3", DenseLayout(12, 20), "gdn", key_heads=2, heads=6, padding=True),

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from hybridstate.kernels import gluon_update, triton_update
+from hybridstate.kernels import gluon_split, gluon_update, triton_update
 
 RECORD = Path(__file__).parents[1] / "data" / "kernels-sm90.json"
 SLACK = 1.08
@@ -70,6 +70,13 @@ VARIANTS: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         GluonASTSource, gluon_update.packed_kernel,
         KDA | MATRIX | {"HIGH": 8, "BF16": True, "W": 64}, "*bf16",
     ),
+    "gluon gdn split 32 x 8": (
+        GluonASTSource, gluon_split.split_kernel, GDN | MATRIX | FUSED | {"W": 32, "WARPS": 8}, "*u8",
+    ),
+    "gluon kda split 32 x 8, index, counter": (
+        GluonASTSource, gluon_split.split_kernel,
+        KDA | MATRIX | FUSED | {"W": 32, "WARPS": 8, "INDEXED": True, "COUNTED": True}, "*u8",
+    ),
     "triton gdn packed": (ASTSource, triton_update.packed_kernel, GDN | NATURAL, "*u8"),
     "triton kda packed fused": (ASTSource, triton_update.packed_kernel, KDA | NATURAL | FUSED, "*u8"),
     "triton gdn fp32": (ASTSource, triton_update.dense_kernel, GDN | DENSE, "*fp32"),
@@ -88,7 +95,11 @@ def measured(
     fixed = {(names.index(n),): value for n, value in constants.items()}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n not in constants}
     overlapped = bool(constants.get("OVERLAP"))
-    options = {"num_warps": 1, "enable_fp_fusion": True, "launch_pdl": overlapped}
+    options = {
+        "num_warps": constants.get("WARPS", 1),
+        "enable_fp_fusion": True,
+        "launch_pdl": overlapped,
+    }
     target = GPUTarget("cuda", 90, 32)
     built = triton.compile(
         source(kernel, signature, fixed, aligned), target=target, options=options

@@ -20,7 +20,18 @@ from hybridstate.kernels.update import (
     preferred_layout,
     self_test,
 )
-from tests.kernels.cases import DENSE, PUBLISHED, SMALL, Case, check, draw, exact_step, fused
+from tests.kernels.cases import (
+    DENSE,
+    OTHER_DIMS,
+    PUBLISHED,
+    SIXTEEN_BIT,
+    SMALL,
+    Case,
+    check,
+    draw,
+    exact_step,
+    fused,
+)
 from tests.tolerances import relative_rms
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -40,13 +51,13 @@ def run(case: Case, name: str) -> None:
 
 
 @interpreter
-@pytest.mark.parametrize("case", [*SMALL, *PUBLISHED, *DENSE], ids=str)
+@pytest.mark.parametrize("case", [*SMALL, *PUBLISHED, *OTHER_DIMS[1:4], *DENSE], ids=str)
 def test_triton_kernels_in_the_interpreter(case: Case) -> None:
     pytest.importorskip("triton")
     run(case, "triton")
 
 
-@pytest.mark.parametrize("case", [*SMALL, *PUBLISHED, *DENSE], ids=str)
+@pytest.mark.parametrize("case", [*SMALL, *PUBLISHED, *OTHER_DIMS, *DENSE, *SIXTEEN_BIT], ids=str)
 def test_reference_step(case: Case) -> None:
     run(case, "reference")
 
