@@ -90,6 +90,7 @@ def run_processes(record: Record, tests: bool, tuning: bool) -> None:
             jobs.append((f"{Path(path).stem}: {names}", pytest))
     script = str(Path(__file__).resolve())
     jobs.append(("compile", [script, "--compile", "4,16"]))
+    jobs.append(("compile tokens", [script, "--compile", "tokens"]))
     if tuning:
         for warps, rows in itertools.product(*SHAPES.values()):
             if (warps, rows) != (4, 16):
@@ -175,10 +176,8 @@ def tune(record: Record) -> None:
 
 def tokens(record: Record) -> None:
     """T tokens in one launch beside T single steps in one CUDA graph, packed and dense."""
-    from hybridstate.kernels.layout import DenseLayout, PackedLayout
-
-    layouts: tuple[Any, ...] = (PackedLayout(128, 128, 16), DenseLayout(128, 128))
-    for layout, kind, batch, count in itertools.product(layouts, ("gdn", "kda"), (1, 8), (16, 64)):
+    sizes = itertools.product(token_layouts(), ("gdn", "kda"), (1, 8), (16, 64))
+    for layout, kind, batch, count in sizes:
         if record.left < 4:
             return
         name = f"{layout.layout_id} {kind} batch {batch} tokens {count}"
@@ -190,6 +189,14 @@ def tokens(record: Record) -> None:
         entry = {"name": name, "one_launch_s": many.to_json(), "single_steps_s": single.to_json()}
         line = f"{1e6 * many.median:.1f} us in one launch, {1e6 * single.median:.1f} us in {count}"
         record.add("tokens", entry, f"{name}: {line}")
+
+
+def token_layouts() -> tuple[Any, ...]:
+    """States that several tokens are timed on."""
+    from hybridstate.kernels.layout import DenseLayout, PackedLayout
+
+    natural = PackedLayout(128, 128, 16, order="natural")
+    return PackedLayout(128, 128, 16), natural, DenseLayout(128, 128)
 
 
 def time_tokens(layout: Any, kind: str, batch: int, count: int) -> tuple[Any, Any]:
@@ -233,6 +240,10 @@ def main() -> int:
     parser.add_argument("--skip-tuning", action="store_true")
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.compile == "tokens":
+        for layout, kind in itertools.product(token_layouts(), ("gdn", "kda")):
+            time_tokens(layout, kind, 8, 16)
+        return 0
     if given.compile:
         warps, rows = map(int, given.compile.split(","))
         compile_variants(warps, rows)

@@ -28,7 +28,7 @@ Progress = Callable[[str, int, int], None]
 
 MODELS: Final = {dims.name: dims for dims in (KIMI_LINEAR, QWEN3_NEXT, TINY)}
 CHECK_LAYERS: Final = 2
-CHECK_SLOTS: Final = 3
+CHECK_SLOTS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)

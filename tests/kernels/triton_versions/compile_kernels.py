@@ -1,7 +1,7 @@
 """Compile every kernel for sm_90 without a GPU and print one JSON object per kernel.
 
 Runs with whatever Triton is first on the path, so that one checkout can be compiled by several versions. Below 3.6
-Gluon has no `mma_v2`; those kernels are then reported as absent, with the reason.
+Gluon has no `mma_v2`; its kernels are then reported as absent, with the reason, and the plain ones must compile.
 """
 
 import json
@@ -10,7 +10,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import triton
@@ -34,20 +36,6 @@ def jobs() -> Iterator[tuple[str, str, str, dict[str, Any], int, dict[str, str]]
     for kda in (False, True):
         gate = "kda" if kda else "gdn"
         heads = {"H": 32, "HK": 32 if kda else 16, "KDA": kda, "SCALED": True}
-        update = heads | GEOMETRY | HEAD | NATURAL | {"FRAGMENT": False}
-        dense = heads | {
-            "K": 128, "V": 128, "KP": 128, "BV": 8, "TILE": 8, "S_TILE": 8, "S_ROW": 128, "S_COL": 1,
-        }  # fmt: skip
-        yield f"gluon-update-{gate}", "gluon_update", "packed_kernel", heads | {"HIGH": 1}, 1, {}
-        yield f"plain-update-{gate}", "triton_update", "packed_kernel", update, 1, {}
-        yield (
-            f"dense-update-{gate}",
-            "triton_update",
-            "dense_kernel",
-            dense,
-            1,
-            {"pool": "*fp32"},
-        )
         shared = heads | GEOMETRY | HEAD | {"GP": 32, "KP": 128}
         rows = {"TILE": 8, "S_TILE": 8, "S_ROW": 128, "S_COL": 1}
         for order, more in (
@@ -101,6 +89,47 @@ def jobs() -> Iterator[tuple[str, str, str, dict[str, Any], int, dict[str, str]]
     )
 
 
+def update_jobs() -> Iterator[tuple[str, Any]]:
+    """Name and a function that compiles it, for the decode kernels of `compile_offline`.
+
+    Where Gluon lacks `mma_v2` its kernels are absent; a stand-in for their module lets the plain ones be listed.
+    """
+    missing = None
+    try:
+        from hybridstate.kernels import gluon_update  # noqa: F401
+    except ImportError as error:
+        missing = str(error).splitlines()[0].split(" (")[0]
+        stand_in = ModuleType("hybridstate.kernels.gluon_update")
+        stand_in.packed_kernel = None  # type: ignore[attr-defined]
+        sys.modules[stand_in.__name__] = stand_in
+        import hybridstate.kernels
+
+        hybridstate.kernels.gluon_update = stand_in  # type: ignore[attr-defined]
+    from tests.kernels import compile_offline
+
+    for name, variant in compile_offline.VARIANTS.items():
+        if variant[1] is None:
+            yield f"update {name}", {"absent": missing}
+        else:
+            yield f"update {name}", lambda variant=variant: compile_offline.measured(*variant)
+
+
+def selection() -> dict[str, Any]:
+    """Which kernel modules `update` can load under this Triton."""
+    from hybridstate.errors import MissingRequirement
+    from hybridstate.kernels.layout import PackedLayout
+    from hybridstate.kernels.update import runner
+
+    found = {}
+    for kind, name in (("gluon", "gluon"), ("plain", "triton")):
+        try:
+            runner(name, PackedLayout(128, 128, 16))  # type: ignore[arg-type]
+            found[kind] = "loads"
+        except MissingRequirement:
+            found[kind] = "absent"
+    return found
+
+
 def built(
     module: str, kernel: str, constants: dict[str, Any], warps: int, types: dict[str, str]
 ) -> dict[str, Any]:
@@ -123,13 +152,8 @@ def built(
         for i, n in enumerate(names)
         if n not in constants and n not in ("count", "B", "T")
     }
-    source: Any = ASTSource
-    if module.startswith("gluon"):
-        from triton.experimental.gluon._runtime import GluonASTSource
-
-        source = GluonASTSource
     code = triton.compile(
-        source(function, signature, fixed, aligned),
+        ASTSource(function, signature, fixed, aligned),
         target=GPUTarget("cuda", 90, 32),
         options={"num_warps": warps, "enable_fp_fusion": True},
     )
@@ -157,23 +181,27 @@ def built(
 
 
 def main() -> int:
-    """One line per kernel; exit code 1 if one fails to compile or spills."""
-    only = sys.argv[1:]
-    fine = True
-    for name, module, kernel, constants, warps, types in jobs():
-        if only and not any(name.startswith(x) for x in only):
-            continue
+    """One line per kernel; exit code 1 if one fails to compile or spills. `--own` leaves the decode kernels out."""
+    own_only, fine = sys.argv[1:] == ["--own"], True
+
+    def report(name: str, compile_it: Any) -> None:
+        nonlocal fine
         line: dict[str, Any] = {"kernel": name, "triton": triton.__version__}
         try:
-            line |= built(module, kernel, constants, warps, types)
-            fine &= line["stack"] == 0
-        except ImportError as error:
-            line["absent"] = str(error).splitlines()[0]
+            line |= compile_it if isinstance(compile_it, dict) else compile_it()
+            fine &= line.get("stack", 0) + line.get("local", 0) == 0
         except Exception as error:  # compilers raise anything
             line["failed"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[-1]}"
             fine = False
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()
+
+    for name, module, kernel, constants, warps, types in jobs():
+        report(name, partial(built, module, kernel, constants, warps, types))
+    if not own_only:
+        report("selection", selection)
+        for name, compile_it in update_jobs():
+            report(name, compile_it)
     return 0 if fine else 1
 
 
