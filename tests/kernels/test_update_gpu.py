@@ -7,6 +7,7 @@ hardware shows: offsets beyond 2^31, CUDA graphs, repeatability, drift.
 import pytest
 import torch
 
+from hybridstate.kernels.fusion import NO_FUSION, StepFusion
 from hybridstate.kernels.layout import DenseLayout, PackedLayout
 from hybridstate.kernels.reference import chunk_prefill, recurrent_loop
 from hybridstate.kernels.update import (
@@ -16,10 +17,25 @@ from hybridstate.kernels.update import (
     packed_step,
     preferred_layout,
 )
-from tests.kernels.cases import DENSE, DENSE_BF16, LARGE, PUBLISHED, SMALL, Case, check, draw
+from tests.kernels.cases import (
+    DENSE,
+    DENSE_BF16,
+    LARGE,
+    OTHER_DIMS,
+    PUBLISHED,
+    SIXTEEN_BIT,
+    SMALL,
+    Case,
+    check,
+    draw,
+    exact_step,
+    fused,
+)
 from tests.tolerances import assert_within, relative_rms
 
 pytestmark = pytest.mark.gpu
+
+gluon_update = pytest.importorskip("hybridstate.kernels.gluon_update")
 
 DENSE_128 = [
     Case("plain", DenseLayout(128, 128, dtype, order), kind, key_heads=16, heads=32, batch=13)
@@ -27,7 +43,10 @@ DENSE_128 = [
     for order in ("rows", "columns", "tiles")
     for kind in ("gdn", "kda")
 ]
-FRAGMENT = [c for c in (*PUBLISHED, *LARGE) if c.layout.order == "fragment"]
+HARD = [c for c in LARGE if c.name in ("zero state", "rows 1e-12 to 1e3", "zero groups")]
+FRAGMENT = [c for c in (*PUBLISHED, *LARGE, *OTHER_DIMS) if c.layout.order == "fragment"]
+FORMS = [(128, 1), (64, 1), (32, 1), (32, 8), (32, 4), (64, 8), (128, 8)]
+"""Columns and warps of a program."""
 
 
 def run(case: Case, name: str, tolerance: str, dtype: torch.dtype = torch.float32) -> None:
@@ -54,6 +73,117 @@ def test_triton_on_hard_states(case: Case) -> None:
 @pytest.mark.parametrize("case", FRAGMENT, ids=str)
 def test_gluon(case: Case) -> None:
     run(case, "gluon", "kernel-bf16", torch.bfloat16)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("case", [*PUBLISHED, *OTHER_DIMS, *SIXTEEN_BIT, *HARD], ids=str)
+def test_every_form_of_the_matrix_kernel(case: Case, form: tuple[int, int]) -> None:
+    columns, warps = form
+    if case.layout.order != "fragment" or columns > case.layout.block:
+        pytest.skip("this form does not exist for these dimensions")
+    if warps == 8 and case.layout.key_dim <= 64:
+        pytest.skip("more warps than chunks")
+    inputs, fusion = draw(case), fused(case)
+    inputs.q, inputs.k, inputs.v = (x.bfloat16() for x in (inputs.q, inputs.k, inputs.v))
+    given = not case.name.startswith("plain")
+    if not given:
+        inputs.g, inputs.beta = torch.randn(inputs.g.shape), torch.randn(inputs.beta.shape)
+    arguments = inputs.on("cuda")
+    out = torch.full(inputs.v.shape, float("nan"), dtype=torch.bfloat16, device="cuda")
+    gluon_update.packed_step(
+        *(arguments[n] for n in ("q", "k", "v", "g", "beta", "pool", "slots")), out,
+        arguments["value_scale"], case.layout,
+        NO_FUSION if given else fusion.to(torch.device("cuda")), columns=columns, warps=warps,
+    )  # fmt: skip
+    torch.cuda.synchronize()
+    if not given:
+        inputs.q, inputs.k, inputs.g, inputs.beta = fusion.derive(
+            inputs.q.double(), inputs.k.double(), inputs.g.double(), inputs.beta.double()
+        )
+    check(case, inputs, out, arguments["pool"], "kernel-bf16")
+
+
+@pytest.mark.parametrize("form", [(128, 1), (32, 1), (32, 8)], ids=str)
+@pytest.mark.parametrize("k_hi", [0, 16, 128])
+def test_a_nan_stays_one_and_in_its_slot(k_hi: int, form: tuple[int, int]) -> None:
+    case = Case("nan", PackedLayout(128, 128, k_hi), "kda", batch=3)
+    inputs = draw(case)
+    sick, well = inputs.on("cuda"), inputs.on("cuda")
+    sick["v"][1, 0, 3] = float("nan")
+    outs = []
+    for arguments in (sick, well):
+        out = torch.empty(inputs.v.shape, device="cuda")
+        gluon_update.packed_step(
+            *(arguments[n] for n in ("q", "k", "v", "g", "beta", "pool", "slots")), out,
+            arguments["value_scale"], case.layout, columns=form[0], warps=form[1],
+        )  # fmt: skip
+        outs.append(out.cpu())
+    assert outs[0][1, 0, 3].isnan()
+    same = torch.ones(3, 2, dtype=torch.bool)
+    same[1, 0] = False
+    assert torch.equal(outs[0][same], outs[1][same])
+    slot = int(inputs.slots[1])
+    others = [i for i in range(sick["pool"].shape[0]) if i != slot]
+    assert torch.equal(sick["pool"][others], well["pool"][others])
+    assert torch.equal(sick["pool"][slot, 1], well["pool"][slot, 1])
+    state = case.layout.unpack(sick["pool"][slot, 0].cpu())
+    assert state[:, 3].isnan().all(), "the next token must not see a number"
+    assert not state[:, 32:].isnan().any(), "another group of the head"
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+@pytest.mark.parametrize("form", [(128, 1), (32, 8)], ids=str)
+def test_overlapped_launches_give_the_same_bits(form: tuple[int, int], overlap: int) -> None:
+    """A chain of launches in a graph, alternating between two halves of the pool as the option asks."""
+    case = Case("chain", PackedLayout(128, 128, 16), "kda", key_heads=32, heads=32, batch=8)
+    inputs = draw(case)
+    pools = []
+    for chosen in (0, overlap):
+        arguments = inputs.on("cuda")
+        pool = arguments["pool"].repeat(2, 1, 1)
+        half = arguments["pool"].shape[0]
+        slots = [arguments["slots"] + half * n for n in range(2)]
+        outs = [torch.empty(inputs.v.shape, device="cuda") for _ in range(2)]
+
+        def chain(chosen: int = chosen) -> None:
+            for n in range(6):
+                gluon_update.packed_step(
+                    *(arguments[x] for x in ("q", "k", "v", "g", "beta")), pool, slots[n % 2],
+                    outs[n % 2], arguments["value_scale"], case.layout,
+                    columns=form[0], warps=form[1], overlap=chosen,
+                )  # fmt: skip
+
+        start = pool.clone()
+        chain()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            chain()
+        pool.copy_(start)
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        pools.append((pool, *outs))
+    for mine, theirs in zip(*pools, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("form", [(128, 1), (32, 8)], ids=str)
+def test_clipped_values_are_counted(form: tuple[int, int]) -> None:
+    case = Case("huge", PackedLayout(128, 128, 32), "gdn", key_heads=1, heads=2)
+    inputs = draw(case)
+    inputs.v *= 1e7
+    counter = torch.zeros(1, dtype=torch.int32, device="cuda")
+    arguments = inputs.on("cuda")
+    gluon_update.packed_step(
+        *(arguments[n] for n in ("q", "k", "v", "g", "beta", "pool", "slots")),
+        torch.empty(inputs.v.shape, device="cuda"), arguments["value_scale"], case.layout,
+        StepFusion(saturated=counter), columns=form[0], warps=form[1],
+    )  # fmt: skip
+    _, exact = exact_step(case, inputs)
+    clipped = int((exact[..., :32, :].abs() > 65504.0).sum())
+    assert clipped > 100
+    assert abs(int(counter) - clipped) <= clipped * 1e-3  # sums carry 17-bit operands
 
 
 @pytest.mark.parametrize("kind", ["gdn", "kda"])
@@ -157,8 +287,11 @@ def test_the_choice_on_this_gpu_and_its_reason() -> None:
     layout = PackedLayout(128, 128, 16)
     assert backend("cuda", layout) == "gluon", backend_reason("cuda", layout)
     assert preferred_layout("cuda", 128, 128, 16) == layout
-    other = PackedLayout(96, 192, 16)
-    assert backend("cuda", other) == "triton", backend_reason("cuda", other)
+    for other in (PackedLayout(96, 192, 16), DenseLayout(96, 192, torch.bfloat16, "fragment")):
+        assert backend("cuda", other) == "gluon", backend_reason("cuda", other)
+    odd = PackedLayout(120, 192, 16)
+    assert backend("cuda", odd) == "triton", backend_reason("cuda", odd)
+    assert "120 x 192 is no multiple" in backend_reason("cuda", odd)
     assert backend("cuda", DenseLayout(96, 192)) == "triton"
 
 
