@@ -19,7 +19,7 @@ from hybridstate.bench.decode_check import check_state, checked_run
 from hybridstate.bench.timing import Samples, device_record, synchroniser
 from hybridstate.errors import UsageError
 from hybridstate.plan.compare import verify_against
-from hybridstate.plan.store import Plan
+from hybridstate.plan.store import STATE_PLAN, Plan
 from hybridstate.quality.arms import cached_prefix
 from hybridstate.runtime.engine import DecodeEngine, DecodeRun
 from hybridstate.runtime.orders import stored_orders
@@ -135,6 +135,7 @@ def run_decode(
     return Decoded(
         {
             "model": loaded.checkpoint.name,
+            "checkpoint": _ran(loaded, plan),
             "device": device_record(loaded.device),
             "protocol": {
                 "device": str(loaded.device),
@@ -160,12 +161,19 @@ def _engine(
     return DecodeEngine(loaded, state=state, slots=slots, plan=planned, k_hi=options.k_hi)
 
 
+def _ran(loaded: LoadedModel, plan: Plan | None) -> str:
+    """Which checkpoint ran: `as given`, or the `original` or `exported` one of a plan, also without `--plan`."""
+    if STATE_PLAN in loaded.checkpoint.config:
+        return f"exported, folder {loaded.checkpoint.path.name}"
+    return "as given" if plan is None else verify_against(plan, loaded.checkpoint)
+
+
 def _key_order(loaded: LoadedModel, plan: Plan | None) -> str:
     """Where the packed state's channel order comes from."""
     if plan is None:
         return "first channels protected"
     if any(order.key is not None for order in stored_orders(plan, loaded)[0]):
-        return "plan, gathered in torch before each update"
+        return "plan, gathered by the kernel"
     exported = verify_against(plan, loaded.checkpoint) == "exported"
     return "exported weights" if exported else "plan, which moves nothing"
 

@@ -144,8 +144,10 @@ def update_tables(out: Output, result: dict[str, Any]) -> None:
 def decode_tables(out: Output, result: dict[str, Any]) -> None:
     """One line per batch and format, and the checks."""
     faster = {(s["batch"], s["state"]): s["fp32_over_this"] for s in result["speedups"]}
+    ran = result.get("checkpoint", "as given")  # absent in older records
     out.table(
-        f"{result['model']}: time per output token on {result['device']['name']}",
+        f"{result['model']}{'' if ran == 'as given' else f' ({ran})'}: time per output token on "
+        f"{result['device']['name']}",
         (
             "batch",
             "state",

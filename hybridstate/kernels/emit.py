@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Final
 
+import numpy as np
+
 from hybridstate.errors import NumericError
 from hybridstate.kernels.layout import PackedLayout
 
@@ -22,17 +24,11 @@ MODULE_FILE: Final = "packed_update.py"
 """Name of the emitted file."""
 
 _PACKAGE: Final = "hybridstate."
-_SOURCES: Final = (
-    "defaults",
-    "kernels.reference",
-    "kernels.layout",
-    "kernels.fusion",
-    "kernels.triton_update",
-    "kernels.gluon_parts",
-    "kernels.gluon_update",
-    "kernels.update",
-)
-"""Modules that definitions are taken from, in the order in which they are emitted."""
+_ROOT_MODULES: Final = ("kernels.triton_update", "kernels.gluon_update", "kernels.update")
+"""Modules that the step starts from; those that they import come before them."""
+
+_OUTSIDE: Final = frozenset({"errors"})
+"""Modules whose definitions the preamble replaces."""
 
 _PREFIXES: Final = {"kernels.triton_update": "triton_", "kernels.gluon_update": "gluon_"}
 """What goes before a name that two of the modules define."""
@@ -44,20 +40,23 @@ _SUBSTITUTES: Final = {"Layout": "Layout = PackedLayout\n"}
 """Definitions that say something narrower in the module."""
 
 _STANDARD: Final = {
-    "Callable": "from collections.abc import Callable",
-    "dataclass": "from dataclasses import dataclass",
-    "lru_cache": "from functools import lru_cache, partial",
-    "partial": "from functools import lru_cache, partial",
-    "product": "from itertools import product",
-    "Final": "from typing import Final, Literal",
-    "Literal": "from typing import Final, Literal",
+    "Callable": "collections.abc",
+    "dataclass": "dataclasses",
+    "lru_cache": "functools",
+    "partial": "functools",
+    "product": "itertools",
+    "Any": "typing",
+    "Final": "typing",
+    "Literal": "typing",
 }
+"""Names of the standard library that the sources and the template use, and where they come from."""
 
 _GLUON_IMPORTS: Final = """\
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 """
+_ABSENT_GLUON: Final = "    gluon = gl = async_copy = mma_v2 = triton\n"
 
 Name = tuple[str, str]
 """A definition: module and name in it."""
@@ -72,6 +71,8 @@ class StepSpec:
         key_heads, heads: Hk and H of the whole model.
         per_channel: one decay per key channel (KDA) rather than per head (GDN).
         key_index: by block, stored row -> key channel `[H][K]`; empty where the weights carry the order.
+        value_index: by block, stored column -> value dim `[H][V]`; likewise.
+        value_scale: by block, c of every stored column `[H][V]`; empty for ones.
         model, digest: name of the model and content digest of the plan, for the docstring.
     """
 
@@ -80,8 +81,15 @@ class StepSpec:
     heads: int
     per_channel: bool
     key_index: Mapping[int, Sequence[Sequence[int]]] = field(default_factory=dict)
+    value_index: Mapping[int, Sequence[Sequence[int]]] = field(default_factory=dict)
+    value_scale: Mapping[int, Sequence[Sequence[float]]] = field(default_factory=dict)
     model: str = "a model"
     digest: str = ""
+
+    @property
+    def by_block(self) -> bool:
+        """Whether anything depends on the block, so that entry points take its number."""
+        return bool(self.key_index or self.value_index or self.value_scale)
 
     def __post_init__(self) -> None:
         if self.heads % self.key_heads or self.layout.key_dim > 256:
@@ -108,8 +116,9 @@ def emit(spec: StepSpec) -> str:
     Raises:
         NumericError: the plan's dimensions do not fit an index of bytes.
     """
-    pieces = {module: list(_pieces(module)) for module in _SOURCES}
-    origins = {module: _imported(module) for module in _SOURCES}
+    sources = _sources()
+    pieces = {module: list(_pieces(module)) for module in sources}
+    origins = {module: _imported(module) for module in sources}
     roots: list[Name] = [
         ("kernels.update", "packed_step"),
         ("kernels.update", "check_step"),
@@ -123,7 +132,7 @@ def emit(spec: StepSpec) -> str:
     wanted = _closure(roots, pieces, origins)
     renamed = _renames(wanted)
     parts: list[str] = []
-    for module in _SOURCES:
+    for module in sources:
         kept = [p for p in pieces[module] if any((module, n) in wanted for n in p.names)]
         if not kept:
             continue
@@ -135,8 +144,9 @@ def emit(spec: StepSpec) -> str:
         }
         parts += [_SUBSTITUTES.get(p.names[0]) or _rename(p.text, scope) for p in kept]
     body = _spaced(part.strip("\n") for part in parts)
-    head = _preamble(spec, body, gluon=fragment).rstrip("\n")
-    return f"{head}\n\n\n{body}\n\n\n{_entry(spec, gluon=fragment)}"
+    entry = _entry(spec, gluon=fragment)
+    head = _preamble(spec, f"{body}\n{entry}", gluon=fragment).rstrip("\n")
+    return f"{head}\n\n\n{body}\n\n\n{entry}"
 
 
 def _spaced(parts: Iterable[str]) -> str:
@@ -147,6 +157,22 @@ def _spaced(parts: Iterable[str]) -> str:
         text += ("\n\n\n" if long or long_before else "\n\n") * bool(text) + part
         long_before = long
     return text
+
+
+def _sources() -> tuple[str, ...]:
+    """Modules that definitions are taken from, each behind those that it imports."""
+    found: list[str] = []
+
+    def visit(module: str) -> None:
+        if module in found or module in _OUTSIDE:
+            return
+        for other in sorted({origin for origin, _ in _imported(module).values()}):
+            visit(other)
+        found.append(module)
+
+    for module in _ROOT_MODULES:
+        visit(module)
+    return tuple(found)
 
 
 def _read(module: str) -> str:
@@ -268,13 +294,20 @@ def _preamble(spec: StepSpec, body: str, *, gluon: bool) -> str:
     layout = spec.layout
     gate = "one decay per key channel (KDA)" if spec.per_channel else "one decay per head (GDN)"
     order = (
-        "The weights do not carry the key order: every entry point takes the block's index and gathers."
+        "The weights do not carry the key order: the kernel reads q, k and decays through the block's index."
         if spec.key_index
         else "The weights carry the key order of the plan, so q, k and decays come as the model makes them."
     )
+    if spec.value_index:
+        order += "\nNor do they carry the value order: v and o are gathered around the kernel."
+    if spec.value_scale:
+        order += "\nThe pool holds states over the value scales of the plan, which the kernel takes as an operand."
     used = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
-    standard = sorted({line for name, line in _STANDARD.items() if name in used})
-    plain = ["argparse", "os", "sys", *(["base64", "zlib"] if spec.key_index else [])]
+    standard = [
+        f"from {module} import {', '.join(sorted(n for n, m in _STANDARD.items() if m == module and n in used))}"
+        for module in sorted({m for n, m in _STANDARD.items() if n in used})
+    ]
+    plain = ["argparse", "os", "sys", *(["base64", "zlib"] if spec.by_block else [])]
     imports = "\n".join([*(f"import {name}" for name in sorted(plain)), *standard])
     error = _template("emit_errors.py.txt")
     return f'''"""Fused decode step on packed recurrent states, specialised to the plan of {spec.model}.
@@ -294,10 +327,10 @@ Plan {spec.digest[:16] or "unnamed"}.
 {imports}
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-{_GLUON_IMPORTS if gluon else ""}{error}'''
+
+{_template("emit_triton.py.txt").replace("@GLUON@", _GLUON_IMPORTS if gluon else "").rstrip()}
+{_ABSENT_GLUON if gluon else ""}{error}'''
 
 
 def _entry(spec: StepSpec, *, gluon: bool) -> str:
@@ -316,9 +349,17 @@ def _entry(spec: StepSpec, *, gluon: bool) -> str:
     }
     text = _template("emit_entry.py.txt")
     text = _choose(text, "gluon", gluon)
-    text = _choose(text, "index", bool(spec.key_index))
-    if spec.key_index:
-        text = text.replace("@KEY_INDEX@", _packed_index(spec))
+    tables: dict[str, tuple[str, Mapping[int, Sequence[Sequence[float]]], str]] = {
+        "index": ("KEY_INDEX", spec.key_index, "u1"),
+        "values": ("VALUE_INDEX", spec.value_index, "<i2"),
+        "scale": ("VALUE_SCALE", spec.value_scale, "<f4"),
+    }
+    for tag, (name, table, dtype) in tables.items():
+        text = _choose(text, tag, bool(table))
+        if table:
+            text = text.replace(f"@{name}@", _packed(table, dtype))
+            values["TABLE"] = f"{name}_TEXT"
+    text = _choose(text, "block", spec.by_block)
     for name, value in values.items():
         text = text.replace(f"@{name}@", str(value))
     return text
@@ -335,11 +376,11 @@ def _choose(text: str, name: str, chosen: bool) -> str:
     )
 
 
-def _packed_index(spec: StepSpec) -> str:
-    """The key index as text: bytes `[H, K]` of each block, deflated, base64 in lines."""
+def _packed(table: Mapping[int, Sequence[Sequence[float]]], dtype: str) -> str:
+    """A table by block as text: little-endian `[H, width]` of each, deflated, base64 in lines."""
     rows = []
-    for block, heads in sorted(spec.key_index.items()):
-        raw = bytes(channel for head in heads for channel in head)
+    for block, heads in sorted(table.items()):
+        raw = np.array(heads, dtype).tobytes()
         text = base64.b64encode(zlib.compress(raw, 9)).decode()
         if len(text) <= 80:
             rows.append(f'    {block}: "{text}",')

@@ -4,8 +4,8 @@ The model keeps its own code: only the function that advances one token is repla
 layer of every linear block holds a handle instead of a tensor. Between two steps nothing but the pool stores the
 temporal states, packed or dense, and `DecodeRun.check_bytes` proves it.
 
-A plan made from this checkpoint reorders key channels (and value columns): operands are gathered in torch around the
-update (`runtime.orders`). A checkpoint exported by `export-plan` carries the order in its weights and needs no gather.
+A plan made from this checkpoint reorders key channels (and value columns): the update reads its operands through an
+index (`runtime.orders`). A checkpoint exported by `export-plan` carries the order in its weights and needs none.
 
 On a GPU the step is captured in a CUDA graph over a static KV cache when that works; `DecodeRun.mode` says what runs.
 """
@@ -160,6 +160,7 @@ class DecodeEngine:
                 handle.slots,
                 layout=layout,
                 value_scale=scale,
+                fusion=order.fusion,
                 backend=self.backend,
             )
         else:
@@ -169,6 +170,7 @@ class DecodeEngine:
                 handle.slots,
                 layout=layout,
                 value_scale=scale,
+                fusion=order.fusion,
                 backend=self.backend,
             )
         o = order.unscaled(o, v.dtype) if plain else o

@@ -1,22 +1,28 @@
 """How the operands of one update are rearranged for a state in stored order, and back.
 
-A plan made from a checkpoint reorders key channels and value columns: q, k, v, o and, for KDA, the decays are gathered.
-A checkpoint exported by `export-plan` carries the orders in its weights and needs no gather, except for key orders of
-each value head's own; value scales c are never in the weights. The state in the pool is T = S / c (DAMP Eq. 17):
+A plan made from a checkpoint reorders key channels and value columns: the kernel reads q, k and, for KDA, the decays
+through an index, v and o are gathered in torch. A checkpoint exported by `export-plan` carries the orders and
+needs neither, except for key orders of each value head's own; value scales c are never in the weights. The state in
+the pool is T = S / c (DAMP Eq. 17, 18):
 
     T <- a T + k (beta (v / c - k a T))      o = c (q T)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import torch
 
 from hybridstate.errors import PlanMismatch
 from hybridstate.families import LinearLayer
+from hybridstate.kernels.fusion import NO_FUSION, StepFusion
 from hybridstate.plan.compare import verify_against
 from hybridstate.plan.store import Order, Plan
 from hybridstate.trajectories.model import LoadedModel
+
+INDEXED_CHANNELS: Final = 256
+"""Key channels that the kernel's index of bytes can name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +30,7 @@ class StoredOrder:
     """How one layer's operands are rearranged before the update; None where nothing moves.
 
     Attributes:
-        shared_key: `[Hk, K]`, for operands with one row per key head.
+        shared_key: `[Hk, K]`, where the value heads of a key head share their order.
         key: `[H, K]`, for operands and states with one row per value head.
         value: `[H, V]`.
         scale: FP32 `[H, V]` in stored order.
@@ -35,27 +41,35 @@ class StoredOrder:
     value: torch.Tensor | None = None
     scale: torch.Tensor | None = None
 
+    fusion: StepFusion = field(init=False, default=NO_FUSION)
+    """What the kernel gathers by itself: q, k and decays per channel, through an index of bytes."""
+
+    def __post_init__(self) -> None:
+        if self.key is not None and self.key.shape[-1] <= INDEXED_CHANNELS:
+            index = self.key.to(torch.uint8).contiguous()
+            object.__setattr__(self, "fusion", StepFusion(key_index=index))
+
+    @property
+    def _gathered(self) -> torch.Tensor | None:
+        """The key order where torch has to gather it: an index of bytes cannot name the channels."""
+        return None if self.fusion is not NO_FUSION else self.key
+
     def gathers(self, *, per_channel: bool) -> int:
         """Gathers in torch around one update; each is a launch beside the kernel's on a GPU."""
-        keys = 0 if self.key is None else 3 if per_channel else 2  # q, k and decays per channel
+        keys = (
+            0 if self._gathered is None else 3 if per_channel else 2
+        )  # q, k and decays per channel
         return keys + (0 if self.value is None else 2)  # v and o
 
     def queries(self, x: torch.Tensor, heads: int) -> torch.Tensor:
-        """q or k `[B, Hk, K]` in stored order, expanded to `heads` where value heads differ."""
-        if self.shared_key is not None:
-            return _take(x, self.shared_key)
-        if self.key is not None:
-            return _take(x.repeat_interleave(heads // x.shape[1], 1), self.key)
-        return x
-
-    @property
-    def gathers_keys(self) -> bool:
-        """Whether each value head has an order of its own, which only a kernel can follow without copies."""
-        return self.key is not None and self.shared_key is None
+        """q or k `[B, Hk, K]` as the update takes it: as it is, or gathered for `heads` value heads."""
+        if self._gathered is None:
+            return x
+        return _take(x.repeat_interleave(heads // x.shape[1], 1), self._gathered)
 
     def decay(self, g: torch.Tensor) -> torch.Tensor:
-        """Log decay `[B, H]` as it is, `[B, H, K]` in stored order."""
-        return g if g.dim() == 2 or self.key is None else _take(g, self.key)
+        """Log decay `[B, H]` or `[B, H, K]` as the update takes it."""
+        return g if g.dim() == 2 or self._gathered is None else _take(g, self._gathered)
 
     def values(self, v: torch.Tensor) -> torch.Tensor:
         """v `[B, H, V]` in stored order."""

@@ -1,6 +1,6 @@
 """The last stage of `export-plan`: bundle or checkpoint, kernels, and what was written of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from hybridstate.errors import PlanMismatch, UsageError
 from hybridstate.kernels.emit import MODULE_FILE, StepSpec, emit
 from hybridstate.kernels.layout import PackedLayout
 from hybridstate.plan.compare import verify_against
-from hybridstate.plan.store import OUTPUT_MARKS, Plan, read_plan, write_files
+from hybridstate.plan.store import OUTPUT_MARKS, Array, Plan, read_plan, write_files
 from hybridstate.provenance import fresh_folder, write_file
 from hybridstate.weights.card import write_card
 from hybridstate.weights.rewrite import Layout, write_checkpoint
@@ -124,7 +124,10 @@ def check_kernels(plan: Plan, kernels: Path | None, target: Path, *, force: bool
     """
     if kernels is None:
         return
-    if plan.document.precision is None:
+    precision = plan.document.precision
+    if precision is not None:
+        step_spec(plan)
+    else:
         raise UsageError(
             "there is no kernel for a plan without a packed state", hint="add --calibration DIR"
         )
@@ -147,19 +150,35 @@ def step_spec(plan: Plan) -> StepSpec:
     sizes = {(n.key_heads, n.value_heads, n.key_dim, n.value_dim) for n in plan.layers}
     if precision is None or len(sizes) > 1:
         raise PlanMismatch("one module needs one packed layout for all linear layers")
-    index = {}
+    if precision.requantise_every > 1:
+        raise PlanMismatch(
+            "the emitted step writes at every update, the plan at every "
+            f"{precision.requantise_every}th",
+            hint="--requantise-every 1, or leave --kernels out",
+            found=precision.requantise_every,
+            expected=1,
+        )
+    keys, values, scales = {}, {}, {}
     for layer in plan.layers:
-        order = plan.key_order(layer.index, "exported")
-        if order is not None and (order != np.arange(layer.key_dim)).any():
-            index[layer.index] = order.tolist()
-    if index:  # a block without an entry would be a missing key
-        index = {n.index: plan.arrays[f"layers.{n.index}.key_order"].tolist() for n in plan.layers}
+        keys[layer.index] = plan.key_order(layer.index, "exported")
+        values[layer.index] = plan.value_order(layer.index, "exported")
+        scales[layer.index] = plan.value_scale(layer.index, "exported")
     return StepSpec(
         layout=PackedLayout(first.key_dim, first.value_dim, precision.k_hi, precision.group),
         key_heads=first.value_heads if plan.expands_keys else first.key_heads,
         heads=first.value_heads,
         per_channel=document.model.kind == "kda",
-        key_index=index,
+        key_index=_table(keys, moving=True),
+        value_index=_table(values, moving=True),
+        value_scale=_table(scales, moving=False),
         model=document.model.name,
         digest=plan.digest,
     )
+
+
+def _table(arrays: Mapping[int, Array | None], *, moving: bool) -> dict[int, Any]:
+    """Rows of every block's array; empty where no block has one, or none that moves anything."""
+    found = {block: array for block, array in arrays.items() if array is not None}
+    if moving and all((array == np.arange(array.shape[1])).all() for array in found.values()):
+        return {}  # a block without an entry would be a missing key: all blocks or none
+    return {block: array.tolist() for block, array in found.items()}

@@ -157,11 +157,12 @@ def test_decode_takes_the_plan_of_an_exported_checkpoint(tiny_kda: Path, tmp_pat
     api.export_plan(tiny_kda, out=tmp_path / "exported", calibration=calibration)
     options = ("--input-tokens", "24", "--output-tokens", "2", "--batch", "1", "--json")
     found = document(run("decode", tiny_kda, "--plan", tmp_path / "exported", *options))
-    assert found["result"]["protocol"]["key_order"] == (
-        "plan, gathered in torch before each update"
-    )
+    assert found["result"]["protocol"]["key_order"] == "plan, gathered by the kernel"
+    assert found["result"]["checkpoint"] == "original"
     row = found["result"]["rows"][1]
-    assert (row["state"], row["torch_gathers_per_layer_per_step"]) == ("damp", 3)
+    assert (row["state"], row["torch_gathers_per_layer_per_step"]) == ("damp", 0)
+    ran = document(run("decode", tmp_path / "exported", *options))["result"]
+    assert ran["checkpoint"] == "exported, folder exported"
     both = run("decode", tiny_kda, "--plan", tmp_path / "exported", "--k-hi", "4", *options)
     assert both.exit_code == 2
 

@@ -1,6 +1,7 @@
 """The emitted module stands alone, is the package's own code, and computes the same bits."""
 
 import ast
+import importlib
 import os
 import subprocess
 import sys
@@ -11,16 +12,7 @@ import pytest
 import torch
 
 from hybridstate.errors import NumericError
-from hybridstate.kernels import (
-    emit,
-    fusion,
-    gluon_parts,
-    gluon_update,
-    layout,
-    reference,
-    triton_update,
-    update,
-)
+from hybridstate.kernels import emit, fusion, update
 from hybridstate.kernels.emit import MODULE_FILE, StepSpec
 from hybridstate.kernels.layout import PackedLayout
 from tests.kernels.cases import Case, draw
@@ -30,8 +22,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ROOT = Path(__file__).parents[2]
 OWN = {"runner", "key_index", "allocate", "store", "load", "decode_step", "check", "main"}
 OWN |= {"_check_packing", "NumericError", "MissingRequirement"}
+OWN |= {"value_index", "value_scale", "_table", "_check_tables"}
 """Definitions that only the module has: its entry points and its two errors."""
-SOURCES = (update, reference, layout, fusion, triton_update, gluon_parts, gluon_update)
+SOURCES = [importlib.import_module(f"hybridstate.{name}") for name in reversed(emit._sources())]
 
 PLANS = {
     "gdn": StepSpec(PackedLayout(128, 128, 16), 2, 4, per_channel=False, model="some-gdn"),
@@ -46,6 +39,16 @@ PLANS = {
                 for h in range(4)]
             for i in (0, 2)
         },
+    ),
+    "scaled": StepSpec(
+        PackedLayout(32, 40, 16), 2, 4, per_channel=False,
+        value_scale={i: [[0.5 + (7 * v + h + i) % 11 / 8 for v in range(40)] for h in range(4)] for i in (0, 2)},
+    ),
+    "all": StepSpec(
+        PackedLayout(16, 12, 4), 2, 4, per_channel=True,
+        key_index={i: [[(5 * k + h + i) % 16 for k in range(16)] for h in range(4)] for i in (0, 2)},
+        value_index={i: [[(5 * v + h + i) % 12 for v in range(12)] for h in range(4)] for i in (0, 2)},
+        value_scale={i: [[0.5 + (v + h) % 5 for v in range(12)] for h in range(4)] for i in (0, 2)},
     ),
 }  # fmt: skip
 
@@ -98,6 +101,14 @@ def test_it_is_formatted_and_free_of_undefined_names(emitted: tuple[StepSpec, Pa
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+def _unprefixed(text: str) -> str:
+    """Without the prefixes that tell names of two modules apart."""
+    for prefix in ("triton_", "gluon_"):
+        text = text.replace(f"'{prefix}", "'").replace(f"`{prefix}", "`")
+        text = text.replace(f"'{prefix.upper()}", "'")
+    return text
+
+
 def test_every_definition_is_the_package_s_own(emitted: tuple[StepSpec, Path]) -> None:
     """Apart from renamed identifiers, functions and classes are equal to their source, node by node."""
     found = definitions(emitted[1].read_text())
@@ -113,10 +124,7 @@ def test_every_definition_is_the_package_s_own(emitted: tuple[StepSpec, Path]) -
         own = name.replace(owner, "", 1)
         places = [owner + "update"] if owner else list(sources)
         original = next(sources[p][own] for p in places if own in sources[p])
-        text, theirs = ast.dump(node), ast.dump(original)
-        for prefix in ("triton_", "gluon_"):
-            text = text.replace(f"'{prefix}", "'").replace(f"`{prefix}", "`")
-            text = text.replace(f"'{prefix.upper()}", "'")
+        text, theirs = (_unprefixed(ast.dump(n)) for n in (node, original))
         assert text == theirs, name
         compared += 1
     assert compared > 15
@@ -128,14 +136,29 @@ def test_check_on_a_cpu_says_that_the_kernel_did_not_run(emitted: tuple[StepSpec
     done = execute(emitted[1], interpret=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "not run: it needs a GPU, or TRITON_INTERPRET=1" in done.stdout
-    assert "reference                    ok" in done.stdout
+    assert ok(done.stdout, "reference")
+
+
+def ok(output: str, title: str) -> bool:
+    """Whether the check says of one thing that it is right."""
+    return any(line.split() == [*title.split(), "ok"] for line in output.splitlines())
 
 
 def test_check_in_the_interpreter_runs_the_kernel(emitted: tuple[StepSpec, Path]) -> None:
     done = execute(emitted[1], interpret=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "triton                       ok" in done.stdout
+    assert ok(done.stdout, "triton")
+    assert ok(done.stdout, "triton, every block's tables") is emitted[0].by_block
     assert "not run" not in done.stdout
+
+
+def test_the_reference_needs_torch_alone(emitted: tuple[StepSpec, Path]) -> None:
+    absent = emitted[1].parent / "triton.py"
+    absent.write_text('raise ImportError("absent")')
+    done = execute(emitted[1], interpret=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ok(done.stdout, "reference")
+    assert "not run: it needs a GPU" in done.stdout
 
 
 def test_check_fails_on_a_wrong_kernel(tmp_path: Path) -> None:
@@ -159,15 +182,22 @@ def test_a_step_is_bit_equal_to_the_package(backend: str, emitted: tuple[StepSpe
     case = Case("step", spec.layout, kind, spec.key_heads, spec.heads, batch=2, padding=True)
     inputs = draw(case)
     mine, theirs = inputs.on("cpu"), inputs.on("cpu")
-    options: dict[str, Any] = {"block": 2} if spec.key_index else {}
+    options: dict[str, Any] = {"block": 2} if spec.by_block else {}
+    if spec.value_scale:
+        del mine["value_scale"]  # the module's own
     out = module.decode_step(**mine, **options, backend=backend)
+    extra: dict[str, Any] = {}
     if spec.key_index:
-        order = torch.tensor(spec.key_index[2]).expand(2, -1, -1)
-        repeat = spec.heads // spec.key_heads
-        for name in ("q", "k"):
-            theirs[name] = theirs[name].repeat_interleave(repeat, 1).gather(2, order)
-        theirs["g"] = theirs["g"].gather(2, order)
-    expected = update.packed_step(**theirs, layout=spec.layout, backend=backend)  # type: ignore[arg-type]
+        index = torch.tensor(spec.key_index[2], dtype=torch.uint8)
+        extra["fusion"] = fusion.StepFusion(key_index=index)
+    if spec.value_scale:
+        theirs["value_scale"] = torch.tensor(spec.value_scale[2])
+    if spec.value_index:
+        columns = torch.tensor(spec.value_index[2]).expand(2, -1, -1)
+        theirs["v"] = theirs["v"].gather(2, columns)
+    expected = update.packed_step(**theirs, **extra, layout=spec.layout, backend=backend)  # type: ignore[arg-type]
+    if spec.value_index:
+        expected = torch.empty_like(expected).scatter_(2, columns, expected)
     assert torch.equal(out, expected)
     assert torch.equal(mine["pool"], theirs["pool"])
 
@@ -175,11 +205,17 @@ def test_a_step_is_bit_equal_to_the_package(backend: str, emitted: tuple[StepSpe
 def test_stored_states_come_back_in_model_order(emitted: tuple[StepSpec, Path]) -> None:
     spec, path = emitted
     module = load(path)
-    options: dict[str, Any] = {"block": 0} if spec.key_index else {}
+    options: dict[str, Any] = {"block": 0} if spec.by_block else {}
     shape = (2, spec.heads, spec.layout.key_dim, spec.layout.value_dim)
     states = torch.randint(-127, 128, shape, generator=torch.Generator().manual_seed(3)).float()
     states[..., 0] = 127.0  # a whole number of steps in each group: nothing is rounded
     states[..., :: spec.layout.group] = 127.0
+    if spec.value_scale:  # rounded in stored columns over c
+        scale = torch.tensor(spec.value_scale[0])
+        if spec.value_index:
+            columns = torch.tensor(spec.value_index[0])
+            scale = torch.empty_like(scale).scatter_(1, columns, scale)
+        states = states * scale[:, None]
     pool = module.allocate(3, "cpu")
     slots = torch.tensor([2, 0])
     module.store(pool, slots, states, **options)
@@ -192,7 +228,9 @@ def test_wrong_gate_shape_is_refused(emitted: tuple[StepSpec, Path]) -> None:
     module = load(path)
     other = "gdn" if spec.per_channel else "kda"
     arguments = draw(Case("gate", spec.layout, other, spec.key_heads, spec.heads)).on("cpu")
-    options: dict[str, Any] = {"block": 0} if spec.key_index else {}
+    options: dict[str, Any] = {"block": 0} if spec.by_block else {}
+    if spec.value_scale:
+        del arguments["value_scale"]
     with pytest.raises(module.NumericError, match="expected one decay per"):
         module.decode_step(**arguments, **options)
 

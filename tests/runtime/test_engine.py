@@ -178,10 +178,11 @@ def test_layer_that_is_updated_twice_in_a_step_is_refused(
 
 
 def test_gathers_are_counted(loaded: LoadedModel) -> None:
-    index = torch.zeros(1, 1, dtype=torch.int64)
+    index, many = torch.zeros(1, 1, dtype=torch.int64), torch.arange(300)[None]
     assert StoredOrder().gathers(per_channel=True) == 0
-    assert StoredOrder(key=index).gathers(per_channel=True) == 3
-    assert StoredOrder(index, index).gathers(per_channel=False) == 2
+    assert StoredOrder(key=index).gathers(per_channel=True) == 0  # the kernel's index
+    assert StoredOrder(key=many).gathers(per_channel=True) == 3  # more than bytes can name
+    assert StoredOrder(many, many).gathers(per_channel=False) == 2
     assert StoredOrder(value=index).gathers(per_channel=False) == 2
 
 
