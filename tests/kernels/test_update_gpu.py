@@ -131,40 +131,41 @@ def test_a_nan_stays_one_and_in_its_slot(k_hi: int, form: tuple[int, int]) -> No
     assert not state[:, 32:].isnan().any(), "another group of the head"
 
 
+def chained(case: Case, form: tuple[int, int], overlap: int) -> list[torch.Tensor]:
+    """Pool and outputs after three replays of six launches that alternate between two halves of the pool."""
+    inputs = draw(case)
+    arguments = inputs.on("cuda")
+    pool = arguments["pool"].repeat(2, 1, 1)
+    slots = [arguments["slots"] + n * arguments["pool"].shape[0] for n in range(2)]
+    outs = [torch.empty(inputs.v.shape, device="cuda") for _ in range(2)]
+
+    def chain() -> None:
+        for n in range(6):
+            gluon_update.packed_step(
+                *(arguments[x] for x in ("q", "k", "v", "g", "beta")), pool, slots[n % 2],
+                outs[n % 2], arguments["value_scale"], case.layout,
+                columns=form[0], warps=form[1], overlap=overlap,
+            )  # fmt: skip
+
+    start = pool.clone()
+    chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    pool.copy_(start)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    return [pool, *outs]
+
+
 @pytest.mark.parametrize("overlap", [1, 2])
 @pytest.mark.parametrize("form", [(128, 1), (32, 8)], ids=str)
 def test_overlapped_launches_give_the_same_bits(form: tuple[int, int], overlap: int) -> None:
-    """A chain of launches in a graph, alternating between two halves of the pool as the option asks."""
     case = Case("chain", PackedLayout(128, 128, 16), "kda", key_heads=32, heads=32, batch=8)
-    inputs = draw(case)
-    pools = []
-    for chosen in (0, overlap):
-        arguments = inputs.on("cuda")
-        pool = arguments["pool"].repeat(2, 1, 1)
-        half = arguments["pool"].shape[0]
-        slots = [arguments["slots"] + half * n for n in range(2)]
-        outs = [torch.empty(inputs.v.shape, device="cuda") for _ in range(2)]
-
-        def chain(chosen: int = chosen) -> None:
-            for n in range(6):
-                gluon_update.packed_step(
-                    *(arguments[x] for x in ("q", "k", "v", "g", "beta")), pool, slots[n % 2],
-                    outs[n % 2], arguments["value_scale"], case.layout,
-                    columns=form[0], warps=form[1], overlap=chosen,
-                )  # fmt: skip
-
-        start = pool.clone()
-        chain()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            chain()
-        pool.copy_(start)
-        for _ in range(3):
-            graph.replay()
-        torch.cuda.synchronize()
-        pools.append((pool, *outs))
-    for mine, theirs in zip(*pools, strict=True):
+    pairs = zip(chained(case, form, overlap), chained(case, form, 0), strict=True)
+    for mine, theirs in pairs:
         assert torch.equal(mine, theirs)
 
 
