@@ -20,10 +20,13 @@ from typing import Any
 import torch
 
 from hybridstate.provenance import environment
+from hybridstate.quant import simulate as simulation
 from hybridstate.quant.arms import Arm
 from hybridstate.quant.catalogue import parse_list
 from hybridstate.quant.formats import FORMATS
 from hybridstate.quant.simulate import simulate
+from hybridstate.trajectories import graphs
+from hybridstate.trajectories import record as recording
 from hybridstate.trajectories.batches import BatchWriter
 from hybridstate.trajectories.dummy import dummy_model
 from hybridstate.trajectories.model import LoadedModel
@@ -62,6 +65,7 @@ def main() -> int:
         anchors=(options.updates // 4, options.updates // 2),
         horizon=options.updates // 2,
     )
+    full_length(paper.new_tokens)
     whole = make_prompts(
         loaded.encode, shipped_texts(), replace(paper, input_tokens=length), seed=0
     )
@@ -83,6 +87,16 @@ def main() -> int:
     report.put("forecast_s", forecast(report.found, paper.new_tokens))
     report.put("provenance", environment(device=options.device))
     return 0
+
+
+def full_length(updates: int) -> None:
+    """Caches as long as a whole run's: a step attends over all of it, whatever is filled."""
+
+    def longer(loaded: LoadedModel, cache: Any, room: int) -> Any:
+        return graphs.fixed_cache(loaded, cache, max(room, updates))
+
+    for module in (recording, simulation):
+        module.fixed_cache = longer  # type: ignore[attr-defined]
 
 
 class Report:
@@ -179,7 +193,9 @@ def kernels(loaded: LoadedModel, prompts: Any, protocol: Any) -> dict[str, Any]:
     tokens = torch.from_numpy(np.stack([p.tokens for p in prompts]))
     with torch.no_grad():
         logits, cache = prefill(loaded, tokens, chunk=protocol.chunk)
-    run = Generation(loaded, cache, logits, np.zeros((len(prompts), 16)), temperature=1.0)
+    draws = np.zeros((len(prompts), 16))
+    run = Generation(loaded, cache, logits, draws, temperature=1.0)
+    del cache, logits
     with run.running():
         for _ in range(4):
             run.replay()

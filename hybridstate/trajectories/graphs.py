@@ -67,6 +67,13 @@ class Replay:
         """What ran, and how many graphs."""
         return {"mode": self.mode, "reason": self.reason, "graphs": len(self._graphs)}
 
+    def close(self) -> None:
+        """Free the graphs and what the step holds; it cannot run again."""
+        self._graphs.clear()
+        self._pool = None
+        self._step = _closed
+        self.reason = self.reason or "closed"
+
     def _ready(self, phase: Hashable) -> bool:
         warm = self._seen.get(phase, 0) >= (1 if self._graphs else WARM_UP)
         return self.reason is None and warm
@@ -88,6 +95,10 @@ class Replay:
         self._graphs[phase] = graph
         self.mode = "cuda-graph"
         return graph
+
+
+def _closed(_phase: Hashable) -> None:
+    raise RuntimeError("this step was closed")
 
 
 def fixed_cache(loaded: LoadedModel, cache: Any, room: int) -> Any:

@@ -179,6 +179,11 @@ class Generation:
             return fixed_decode(self.loaded, self._noting)
         return swap(self.loaded, decode=self._noting)
 
+    def close(self) -> None:
+        """Let go of the cache and the graphs, which refer to each other."""
+        self.replay.close()
+        self.cache = None
+
     def _noting(
         self,
         ordinal: int,
@@ -265,7 +270,9 @@ def record(
                 progress("record", update, protocol.new_tokens)
         check_states(loaded, recurrent_states(run.cache), prompts, f"after update {update}")
     elapsed = time.perf_counter() - started
-    fact("generation", run.replay.to_json() | {"batch": len(prompts), "updates": update})
+    mode = run.replay.to_json()
+    run.close()
+    fact("generation", mode | {"batch": len(prompts), "updates": update})
     fact("recorded_step_ms", 1e3 * elapsed / update)
     return Recording(
         generated=run.generated.cpu(),
@@ -304,7 +311,9 @@ def plain_step_ms(
             for _ in range(count):
                 run.replay()
             run.generated.sum().item()
-        return 1e3 * (time.perf_counter() - started) / count
+        elapsed = time.perf_counter() - started
+        run.close()
+    return 1e3 * elapsed / count
 
 
 def uniform_draws(seed: int, first: int, sequences: int, tokens: int) -> NDArray[np.float64]:
