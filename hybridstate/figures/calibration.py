@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hybridstate.figures.style import COLOURS, digits, map_colours, new_figure, save_figure
 
@@ -98,8 +99,8 @@ def channel_error_figure(result: Result, model: str, folder: Path) -> bool:
     channels.set_ylabel("mean squared INT8 error")
     sums.axvline(12.5, color=COLOURS[6], linewidth=0.8, linestyle=":")
     sums.text(13.5, 3, "12.5 %", fontsize=8)
-    sums.set_xlabel("% of a head's key channels, worst first")
-    sums.set_ylabel("% of its squared error (mean over heads)")
+    sums.set_xlabel("% of a head's key channels, worst first (mean over heads)")
+    sums.set_ylabel("% of its squared error")
     sums.set_xlim(0, 100)
     sums.set_ylim(0, 102)
     for axes in (channels, sums):
@@ -117,7 +118,7 @@ def bits_figure(result: Result, model: str, folder: Path) -> bool:
     rows = [row for row in result["validation"] if row["kl"] > 0]
     if len(rows) < 3:
         return False
-    figure = new_figure(10.4, 4.4)
+    figure = new_figure(11.4, 4.4)
     plane, budget = figure.subplots(1, 2, width_ratios=(3, 2))
     groups: dict[str, list[Any]] = {}
     for row in rows:
@@ -135,8 +136,8 @@ def bits_figure(result: Result, model: str, folder: Path) -> bool:
             color=colour,
             label=kind,
         )
-    _labels(plane, [row for row in rows if row["format"] in LABELLED])
     plane.set_yscale("log")
+    _labels(plane, [row for row in rows if row["format"] in LABELLED])
     plane.set_xlabel("bits per state value, ring of inputs included")
     plane.set_ylabel("KL to FP32, nats per token")
     table = [
@@ -157,7 +158,7 @@ def bits_figure(result: Result, model: str, folder: Path) -> bool:
     for axes in (plane, budget):
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(
-        f"{model}: divergence against bits, requantised at every update (standard error over sequences)",
+        f"{model}: divergence against bits of the stored state (standard error over sequences)",
         fontsize=10,
         x=0.01,
         ha="left",
@@ -234,19 +235,33 @@ def _errors(rows: Sequence[Any]) -> list[float]:
 
 
 def _labels(axes: "Axes", rows: Sequence[Any]) -> None:
-    """Names beside their points; neighbours alternate sides so that fewer collide."""
-    ordered = sorted(rows, key=lambda row: (row["bits_per_value_with_ring"], row["kl"]))
-    for place, row in enumerate(ordered):
-        right = place % 2 == 0
+    """Names in a column on the right, in the order of their points and led to them, so that none overlap."""
+    ordered = sorted(rows, key=lambda row: row["kl"])
+    low, high = np.log(axes.get_ylim())
+    wanted = np.array([(np.log(row["kl"]) - low) / (high - low) for row in ordered])
+    for row, at in zip(ordered, _apart(wanted), strict=True):
         axes.annotate(
             row["format"],
             (row["bits_per_value_with_ring"], row["kl"]),
-            xytext=(5 if right else -5, 0),
-            textcoords="offset points",
+            xytext=(1.02, at),
+            textcoords="axes fraction",
             fontsize=7,
-            ha="left" if right else "right",
+            ha="left",
             va="center",
+            arrowprops={"arrowstyle": "-", "linewidth": 0.4, "color": "#888888"},
         )
+
+
+def _apart(wanted: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Ascending heights moved as little as a sweep up and one down need to keep them apart."""
+    gap = min(0.055, 1.0 / max(len(wanted), 1))
+    moved = wanted.copy()
+    for place in range(1, len(moved)):
+        moved[place] = max(moved[place], moved[place - 1] + gap)
+    moved[-1:] = np.minimum(moved[-1:], 1.0)
+    for place in range(len(moved) - 2, -1, -1):
+        moved[place] = min(moved[place], moved[place + 1] - gap)
+    return moved
 
 
 def _budgets(axes: "Axes", result: Result) -> bool:

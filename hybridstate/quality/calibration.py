@@ -225,6 +225,8 @@ def _warnings(repeated: float, simulation: Simulation, k_hi: int, key_dim: int) 
         )
     if any(simulation.saturated):
         found.append(f"{sum(simulation.saturated):,} state values beyond FP16 were saturated")
+    if simulation.slow is not None:
+        found.append(f"formats were stored one after another, which is slow: {simulation.slow}")
     if k_hi == key_dim:
         found.append(f"all {key_dim} key channels are protected, so nothing is left to choose")
     return tuple(found)

@@ -58,6 +58,7 @@ class Simulation:
         channel_error: per linear layer `[A, H, K]`, ||S^q_u - S_u||^2 per key channel, mean over sequences
             and over `CHANNEL_SAMPLES` evenly spaced updates.
         chunk: prefill tokens between two writes of the state.
+        slow: why a GPU stored arm after arm instead of all at once; None where it did not.
     """
 
     arms: tuple[Arm, ...]
@@ -70,6 +71,7 @@ class Simulation:
     saturated: tuple[int, ...]
     channel_error: tuple[NDArray[np.float64], ...]
     chunk: int
+    slow: str | None = None
 
 
 class Storage:
@@ -191,6 +193,7 @@ def simulate(
     arms = tuple(arm.to(loaded.device) for arm in arms)
     generated = generated.to(loaded.device, torch.int64)
     parts: list[_Outcome] = []
+    slow: str | None = None
     for done, start in enumerate(starts):
 
         def advance(update: int, before: int = done * updates) -> None:
@@ -200,6 +203,7 @@ def simulate(
         rows = slice(start, start + group)
         one = _Pass(loaded, prompts[rows], generated[rows], arms, chunk, start, fixed)
         parts.append(one.run(advance))
+        slow = one.storage.together.reason
     shares = [part.kl.shape[1] / len(prompts) for part in parts]
     return Simulation(
         arms=arms,
@@ -215,6 +219,7 @@ def simulate(
             for errors in zip(*(part.channel_error for part in parts), strict=True)
         ),
         chunk=chunk,
+        slow=slow,
     )
 
 

@@ -24,6 +24,7 @@ SMALL: dict[str, Any] = {
     "windows": (0,),
     "anchors": (2, 5),
     "horizon": 8,
+    "batch": 60,
     "formats": "int8-step,damp,damp-random,int8-step-stochastic",
 }
 FILES = ("calibration.json", "calibration.safetensors")
