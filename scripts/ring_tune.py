@@ -121,7 +121,15 @@ def worker(kind: str, every: int, out: Path) -> None:
             steps=every + 3, batch=3, key_heads=KEY_HEADS[kind], heads=HEADS,
         )  # fmt: skip
         found |= result
-        if name == "gluon" and result["problem"] is None:
+        if every == 8 and result["problem"] is None:
+            fused = ring_update.check(
+                step, flush, "cuda", layout, per_channel=kind == "kda", every=every, steps=10,
+                batch=2, key_heads=KEY_HEADS[kind], heads=HEADS, fused=True,
+            )  # fmt: skip
+            found["fused"] = fused
+            if fused["problem"]:
+                found["problem"] = f"gates fused: {fused['problem']}"
+        if name == "gluon" and found["problem"] is None:
             found["problem"] = modes_differ(kind, every, step) or nan_spreads(kind, every, step)
     except Exception as error:  # compilers raise anything; the line says what
         found["problem"] = f"{type(error).__name__}: {str(error)[-600:]}"

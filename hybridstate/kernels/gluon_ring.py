@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from hybridstate.kernels.fusion import NO_FUSION, StepFusion
 from hybridstate.kernels.gluon_parts import (
     MMA,
     NORM_EPSILON,
@@ -33,6 +34,7 @@ from hybridstate.kernels.gluon_parts import (
     _to_column,
     _to_row,
     _view,
+    _write_strength,
 )
 from hybridstate.kernels.gluon_update import _sums_over_codes, _sums_over_halves
 from hybridstate.kernels.layout import PackedLayout
@@ -46,6 +48,7 @@ from hybridstate.kernels.ring_fold import (
     _floored,
     _fold_operands,
     _gates,
+    _log_decay_of,
     _rewrite,
     _ring_rows,
     _start_copy,
@@ -56,11 +59,15 @@ from hybridstate.kernels.ring_reference import Ring
 @gluon.jit
 def ring_kernel(
     q, k, v, g, beta, pool, ring_keys, ring_values, ring_gates, phases, value_scale, slots, out,
-    q_batch, k_batch, v_batch, out_batch, slot_bytes, head_bytes,
+    a_log, dt_bias, q_batch, k_batch, v_batch, out_batch, slot_bytes, head_bytes,
     H: gl.constexpr, HK: gl.constexpr, KDA: gl.constexpr, SCALED: gl.constexpr,
     HIGH: gl.constexpr, EVERY: gl.constexpr, MODE: gl.constexpr,
+    GATE: gl.constexpr, LOWER: gl.constexpr, LOGIT: gl.constexpr,
 ):  # fmt: skip
-    """Grid: batch * H, one warp each. MODE 0: by phase; 1: append always; 2: rewrite always."""
+    """Grid: batch * H, one warp each. MODE 0: by phase; 1: append always; 2: rewrite always.
+
+    GATE, LOWER, LOGIT: fusion.py.
+    """
     RING: gl.constexpr = gl.BlockedLayout([EVERY, 4], [1, 32], [1, 1], [1, 0])
     FLAT: gl.constexpr = gl.SliceLayout(0, RING)
     ROOM: gl.constexpr = EVERY - 1
@@ -87,16 +94,26 @@ def ring_kernel(
     value = gl.load(v + b.to(gl.int64) * v_batch + h * 128 + columns).to(gl.float32)
     if SCALED:
         value_scale_row = gl.load(value_scale + h * 128 + columns)
-    strength = gl.load(beta + bh).to(gl.float32)
+    strength = _write_strength(gl.load(beta + bh).to(gl.float32), LOGIT)
+    rate = 0.0
+    bias = 0.0
+    if GATE > 0:
+        rate = gl.load(a_log + h)
     p_keys = ring_keys + (slot * HK + key_head) * (ROOM * 128)
     p_values = ring_values + (slot * H + h) * (ROOM * 128)
     if KDA:
         p_gates = ring_gates + (slot * H + h) * (ROOM * 128)
-        g_row = _floored(gl.load(g + bh.to(gl.int64) * 128 + flat).to(gl.float32))
+        if GATE > 0:
+            bias = gl.load(dt_bias + h * 128 + flat)
+        g_row = gl.load(g + bh.to(gl.int64) * 128 + flat).to(gl.float32)
+        g_row = _floored(_log_decay_of(g_row, rate, bias, GATE, LOWER))
         g_row = g_row.to(gl.float16).to(gl.float32)
     else:
         p_gates = ring_gates + (slot * H + h) * EVERY
-        g_row = _floored(gl.load(g + bh).to(gl.float32))
+        if GATE > 0:
+            bias = gl.load(dt_bias + h)
+        g_row = _log_decay_of(gl.load(g + bh).to(gl.float32), rate, bias, GATE, LOWER)
+        g_row = _floored(g_row)
     held = gl.arange(0, EVERY, layout=gl.SliceLayout(1, RING)) < count
     past_keys = _ring_rows(p_keys, held, flat)
     past_values = _ring_rows(p_values, held, flat)
@@ -288,7 +305,7 @@ MODES = {"phase": 0, "append": 1, "rewrite": 2}
 def ring_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pool: Tensor, ring: Ring,
     slots: Tensor, out: Tensor, value_scale: Tensor | None, layout: PackedLayout,
-    mode: str = "phase",
+    fusion: StepFusion = NO_FUSION, mode: str = "phase",
 ) -> None:  # fmt: skip
     """Launch `ring_kernel`; arguments as in `ring_update.ring_step`, already checked.
 
@@ -298,10 +315,13 @@ def ring_step(
     ring_kernel[(batch * heads,)](
         q, k, v, g, beta, pool, ring.keys, ring.values, ring.gates, ring.phases,
         out if value_scale is None else value_scale, slots, out,
+        out if fusion.a_log is None else fusion.a_log,
+        out if fusion.dt_bias is None else fusion.dt_bias,
         q.stride(0), k.stride(0), v.stride(0), out.stride(0), pool.stride(0), layout.head_bytes,
         H=heads, HK=q.shape[1], KDA=g.dim() == 3, SCALED=value_scale is not None,
-        HIGH=layout.k_hi // 16, EVERY=ring.every, MODE=MODES[mode], num_warps=1,
-        enable_fp_fusion=True,
+        HIGH=layout.k_hi // 16, EVERY=ring.every, MODE=MODES[mode],
+        GATE=fusion.gate, LOWER=fusion.lower_bound or 0.0, LOGIT=fusion.beta_scale or 0.0,
+        num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip
 
 

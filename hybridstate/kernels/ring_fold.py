@@ -67,6 +67,24 @@ def _floored(g):
 
 
 @gluon.jit
+def _log_decay_of(x, a_log, bias, GATE: gl.constexpr, LOWER: gl.constexpr):
+    """Log decay from itself (GATE 0), softplus gate (1) or safe gate (2); `gluon_parts._decay_of` before its exp.
+
+    log(1 + t) is t log(w) / (w - 1) with w = 1 + t rounded: right where decays are closest to 1.
+    """
+    if GATE == 1:
+        x = x + bias
+        t = _exp(-gl.abs(x))
+        w = 1.0 + t
+        inexact = w - 1.0
+        log1p = gl.where(inexact == 0.0, t, gl.log(w) * t * _reciprocal(gl.maximum(inexact, 1e-9)))
+        x = -gl.exp(a_log) * (gl.maximum(x, 0.0) + log1p)
+    elif GATE == 2:
+        x = LOWER * _reciprocal(1.0 + _exp(-gl.exp(a_log) * (x + bias)))
+    return x
+
+
+@gluon.jit
 def _ring_rows(base, held, columns):
     """The held rows of a ring [entry, 128] in float32, zero where nothing is held."""
     entry = gl.arange(0, held.shape[0], layout=held.type.layout)

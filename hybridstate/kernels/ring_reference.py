@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hybridstate.defaults import FP16_MAX
 from hybridstate.errors import NumericError
+from hybridstate.kernels.fusion import NO_FUSION, StepFusion
 from hybridstate.kernels.layout import PackedLayout
 from hybridstate.kernels.reference import l2norm
 
@@ -130,15 +131,15 @@ class Ring:
 def ring_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pool: Tensor, ring: Ring,
     slots: Tensor, out: Tensor, value_scale: Tensor | None, layout: PackedLayout,
+    fusion: StepFusion = NO_FUSION,
 ) -> None:  # fmt: skip
     """One step in float64 on any device; arguments as in `ring_update.ring_step`. Synchronises."""
     live = slots >= 0
     rows = slots[live]
     scale = 1.0 if value_scale is None else value_scale.double()
     state = layout.unpack(pool[rows]).double()
-    o, entry, sums = ring_read(
-        q[live], k[live], v[live] / scale, g[live], beta[live], state, ring, rows
-    )
+    q, k, g, beta = fusion.derive(q[live], k[live], g[live].double(), beta[live].double())
+    o, entry, sums = ring_read(q, k, v[live] / scale, g, beta, state, ring, rows)
     out.zero_()
     out[live] = (o * scale).to(out.dtype)
     full = ring.phases[rows] >= ring.every - 1  # [n, H]

@@ -8,8 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridstate.kernels.fusion import NO_FUSION, StepFusion
 from hybridstate.kernels.layout import PackedLayout
 from hybridstate.kernels.ring_reference import LEAST_LOG_DECAY, Ring
+from hybridstate.kernels.triton_update import _log_decay, _strength
 
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to nearest even in the low bits
 SMALLEST = tl.constexpr(1e-35)  # a group below this is stored as zero: its reciprocal stays finite
@@ -19,8 +21,8 @@ FLOOR = tl.constexpr(LEAST_LOG_DECAY)
 
 @triton.jit
 def _part(
-    q, k, g, p_keys, p_gates, rows, mask, entry, held, total, fade,
-    K: tl.constexpr, KDA: tl.constexpr,
+    q, k, g, a_log, dt_bias, p_keys, p_gates, rows, mask, entry, held, total, fade,
+    K: tl.constexpr, KDA: tl.constexpr, GATE: tl.constexpr, LOWER: tl.constexpr,
 ):  # fmt: skip
     """For some key rows: q, k, present log decay, decay of the packed state, faded keys [entry, row]."""
     q_rows = tl.load(q + rows, mask, 0.0).to(tl.float32)
@@ -30,6 +32,10 @@ def _part(
     keys = tl.load(p_keys + at, tile, 0.0).to(tl.float32)
     if KDA:
         gate = tl.load(g + rows, mask, 0.0).to(tl.float32)
+        if GATE > 0:
+            bias = tl.load(dt_bias + rows, mask, 0.0)
+            gate = _log_decay(gate, tl.exp(tl.load(a_log)), bias, GATE, LOWER)
+            gate = tl.where(mask, gate, 0.0)
         gate = tl.where(gate < FLOOR, FLOOR, gate)
         gate = gate.to(p_gates.dtype.element_ty).to(tl.float32)
         past = tl.load(p_gates + at, tile, 0.0).to(tl.float32)
@@ -88,10 +94,11 @@ def _store_codes(p, p_scale, state, tile, rows):
 @triton.jit
 def ring_kernel(
     q, k, v, g, beta, pool, ring_keys, ring_values, ring_gates, phases, value_scale, slots, out,
-    q_batch, k_batch, v_batch, out_batch, slot_bytes,
+    a_log, dt_bias, q_batch, k_batch, v_batch, out_batch, slot_bytes,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KHI: tl.constexpr,
     GROUP: tl.constexpr, HEAD_BYTES: tl.constexpr, KDA: tl.constexpr, SCALED: tl.constexpr,
     EVERY: tl.constexpr, FLUSH: tl.constexpr,
+    GATE: tl.constexpr, LOWER: tl.constexpr, LOGIT: tl.constexpr,
     GP: tl.constexpr, HP: tl.constexpr, LP: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
     """Grid: batch * H. GP, HP, LP, EP: group, FP16 rows, INT8 rows, entries, rounded up to powers of two.
@@ -124,6 +131,8 @@ def ring_kernel(
     q += b * q_batch + h // (H // HK) * K
     k += b * k_batch + h // (H // HK) * K
     g += bh.to(tl.int64) * K if KDA else bh
+    a_log += h
+    dt_bias += h * K if KDA else h
     entry = tl.arange(0, EP)
     held = entry < count
     total = 0.0
@@ -133,6 +142,9 @@ def ring_kernel(
             total += tl.load(p_gates + count - 1)
         if not FLUSH:
             present = tl.load(g).to(tl.float32)
+            if GATE > 0:
+                rate = tl.exp(tl.load(a_log))
+                present = _log_decay(present, rate, tl.load(dt_bias), GATE, LOWER)
             total += tl.where(present < FLOOR, FLOOR, present)
         fade = tl.exp(total - tl.load(p_gates + entry, held, 0.0))
 
@@ -147,11 +159,13 @@ def ring_kernel(
         in_hi_now = in_hi
         in_lo_now = in_lo
     q_hi, k_hi, gate_hi, a_hi, aged_hi = _part(
-        q, k, g, p_keys, p_gates, u, in_hi_now, entry, held, total, fade, K, KDA
-    )
+        q, k, g, a_log, dt_bias, p_keys, p_gates, u, in_hi_now, entry, held, total, fade,
+        K, KDA, GATE, LOWER,
+    )  # fmt: skip
     q_lo, k_lo, gate_lo, a_lo, aged_lo = _part(
-        q + KHI, k + KHI, g + (KHI if KDA else 0), p_keys + KHI, p_gates + (KHI if KDA else 0),
-        w, in_lo_now, entry, held, total, fade, K, KDA,
+        q + KHI, k + KHI, g + (KHI if KDA else 0), a_log, dt_bias + (KHI if KDA else 0),
+        p_keys + KHI, p_gates + (KHI if KDA else 0), w, in_lo_now, entry, held, total, fade,
+        K, KDA, GATE, LOWER,
     )  # fmt: skip
     if FLUSH and KDA:
         at = entry[:, None] * K + u[None, :]
@@ -194,7 +208,7 @@ def ring_kernel(
             q_read += tl.sum(past * q_scores[:, None], 0)
             value = tl.load(v + b * v_batch + h * V + cols, live, 0.0).to(tl.float32)
             c = tl.load(value_scale + h * V + cols, live, 1.0) if SCALED else 1.0
-            delta = tl.load(beta + bh).to(tl.float32) * (value / c - k_read)
+            delta = _strength(tl.load(beta + bh).to(tl.float32), LOGIT) * (value / c - k_read)
             o = (q_read + kq * delta) * c
             tl.store(out + b * out_batch + h * V + cols, o.to(out.dtype.element_ty), live)
             value16 = _saturated(delta).to(ring_values.dtype.element_ty)
@@ -228,17 +242,20 @@ def ring_kernel(
 
 def _launch(
     inputs: tuple[Tensor, ...], pool: Tensor, ring: Ring, slots: Tensor, out: Tensor,
-    value_scale: Tensor | None, layout: PackedLayout, flush: bool,
+    value_scale: Tensor | None, layout: PackedLayout, fusion: StepFusion, flush: bool,
 ) -> None:  # fmt: skip
     """Launch `ring_kernel` for every head of the batch; a flush passes any tensors as inputs."""
     power, heads = triton.next_power_of_2, pool.shape[1]
     strides = (0, 0, 0, 0) if flush else tuple(x.stride(0) for x in (*inputs[:3], out))
     ring_kernel[(slots.shape[0] * heads,)](
         *inputs, pool, ring.keys, ring.values, ring.gates, ring.phases,
-        out if value_scale is None else value_scale, slots, out, *strides, pool.stride(0),
+        out if value_scale is None else value_scale, slots, out,
+        out if fusion.a_log is None else fusion.a_log,
+        out if fusion.dt_bias is None else fusion.dt_bias, *strides, pool.stride(0),
         H=heads, HK=ring.keys.shape[1], K=layout.key_dim, V=layout.value_dim, KHI=layout.k_hi,
         GROUP=layout.group, HEAD_BYTES=layout.head_bytes, KDA=ring.per_channel,
         SCALED=value_scale is not None, EVERY=ring.every, FLUSH=flush,
+        GATE=fusion.gate, LOWER=fusion.lower_bound or 0.0, LOGIT=fusion.beta_scale or 0.0,
         GP=power(min(layout.group, layout.value_dim)), HP=power(max(layout.k_hi, 1)),
         LP=power(max(layout.rows_lo, 1)), EP=power(ring.every - 1), num_warps=2,
     )  # fmt: skip
@@ -247,13 +264,14 @@ def _launch(
 def ring_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pool: Tensor, ring: Ring,
     slots: Tensor, out: Tensor, value_scale: Tensor | None, layout: PackedLayout,
+    fusion: StepFusion = NO_FUSION,
 ) -> None:  # fmt: skip
     """Launch a step; arguments as in `ring_update.ring_step`, already checked."""
-    _launch((q, k, v, g, beta), pool, ring, slots, out, value_scale, layout, False)
+    _launch((q, k, v, g, beta), pool, ring, slots, out, value_scale, layout, fusion, False)
 
 
 def ring_flush(pool: Tensor, ring: Ring, slots: Tensor, layout: PackedLayout) -> None:
     """Launch a flush; arguments as in `ring_update.ring_flush`, already checked."""
     anything = ring.values
     inputs = (anything, anything, anything, anything, anything)
-    _launch(inputs, pool, ring, slots, anything, None, layout, True)
+    _launch(inputs, pool, ring, slots, anything, None, layout, NO_FUSION, True)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hybridstate.errors import MissingRequirement, NumericError
 from hybridstate.kernels import ring_reference
+from hybridstate.kernels.fusion import NO_FUSION, StepFusion, draw_fusion
 from hybridstate.kernels.layout import PackedLayout
 from hybridstate.kernels.ring_reference import Ring
 
@@ -40,6 +41,7 @@ def ring_step(
     *,
     layout: PackedLayout,
     value_scale: Tensor | None = None,
+    fusion: StepFusion = NO_FUSION,
     out: Tensor | None = None,
     backend: Name | Literal["auto"] = "auto",
 ) -> Tensor:
@@ -49,6 +51,8 @@ def ring_step(
         q, k, v, g, beta, pool, slots, layout, value_scale, out: as in `update.packed_step`. Log decays below -100
             count as -100; KDA's are rounded to float16, once, on arrival.
         ring: of this pool, updated in place.
+        fusion: gates and strengths from raw projections, as in `update.packed_step`; no key order per value head,
+            because value heads share the ring's keys, and no counter of clipped values.
         backend: force one implementation.
 
     Returns:
@@ -60,10 +64,26 @@ def ring_step(
     """
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
     _check(q, k, v, g, beta, pool, ring, slots, out, value_scale, layout)
+    if fusion is not NO_FUSION:
+        fusion.check(v.shape[1], layout.key_dim, per_channel=g.dim() == 3)
+        if fusion.key_index is not None or fusion.saturated is not None:
+            raise NumericError(
+                "a ring takes neither a key index nor a counter of clipped values",
+                hint="Permute the weights (export), or use packed_step.",
+            )
     name = choose(str(v.device), layout) if backend == "auto" else backend
     rows = [x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v)]
     functions(name, layout)[0](
-        *rows, g.contiguous(), beta.contiguous(), pool, ring, slots, out, value_scale, layout
+        *rows,
+        g.contiguous(),
+        beta.contiguous(),
+        pool,
+        ring,
+        slots,
+        out,
+        value_scale,
+        layout,
+        fusion,
     )
     return out
 
@@ -141,6 +161,7 @@ def check(
     batch: int = 5,
     steps: int = 11,
     scaled: bool = True,
+    fused: bool = False,
     seed: int = 20,
 ) -> dict[str, Any]:
     """Several steps at mixed phases, then a flush, beside `ring_reference` on the CPU.
@@ -159,6 +180,10 @@ def check(
         return torch.randn(shape, generator=generator)
 
     scale = draw(heads, V).mul(0.3).exp() if scaled else None
+    fusion = NO_FUSION
+    if fused:
+        drawn = draw_fusion(heads, K, per_channel, generator)
+        fusion = StepFusion(drawn.a_log, drawn.dt_bias, drawn.lower_bound, drawn.beta_scale)
     pool = layout.pack(draw(batch + 1, heads, K, V)).to(device)
     ring = Ring.empty(
         batch + 1, key_heads, heads, layout, every, per_channel=per_channel, device=device
@@ -188,17 +213,19 @@ def check(
             out = torch.full_like(v, float("nan"), device=device)
             on_device = None if scale is None else scale.to(device)
             step(
-                *(x.to(device) for x in inputs), pool, ring, slots.to(device), out, on_device, layout
+                *(x.to(device) for x in inputs), pool, ring, slots.to(device), out, on_device, layout,
+                fusion.to(torch.device(device)),
             )  # fmt: skip
             expected = torch.empty(v.shape, dtype=torch.float64)
             qd, kd, vd, gd, betad = (x.double() for x in inputs)
             ring_reference.ring_step(
-                qd, kd, vd, gd, betad, wanted_pool, wanted, slots, expected, scale, layout
+                qd, kd, vd, gd, betad, wanted_pool, wanted, slots, expected, scale, layout, fusion
             )
             found = out.cpu().double()
             worst["output"] = max(worst["output"], _relative(found[live], expected[live]))
             if bool((found[~live] != 0).any()):
                 problem = "a padding row is not zero"
+            qd, kd, gd, betad = fusion.derive(qd, kd, gd, betad)
             stored = vd[live] / (1.0 if scale is None else scale.double())
             _, entry, sums = ring_reference.ring_read(
                 qd[live], kd[live], stored, gd[live], betad[live], exact_state, held, rows

@@ -10,6 +10,8 @@ from hybridstate.kernels import gluon_ring, ring_triton
 from tests.kernels.compile_offline import POINTERS, measured
 
 LENGTHS = (4, 8, 16)
+GIVEN = {"SCALED": True, "GATE": 0, "LOWER": 0.0, "LOGIT": 0.0}
+FUSED = {"SCALED": True, "GATE": 1, "LOWER": 0.0, "LOGIT": 1.0}
 PLAIN = {
     "K": 128, "V": 128, "KHI": 16, "GROUP": 32, "HEAD_BYTES": 20224, "GP": 32, "HP": 16, "LP": 128,
 }  # fmt: skip
@@ -18,7 +20,7 @@ PLAIN = {
 def fits(label: str, source: Any, kernel: Any, constants: dict[str, Any]) -> bool:
     """Compile, print, and say whether nothing spills."""
     found = measured(source, kernel, constants)
-    sys.stdout.write(f"{label:24s} {', '.join(f'{k} {v}' for k, v in found.items())}\n")
+    sys.stdout.write(f"{label:36s} {', '.join(f'{k} {v}' for k, v in found.items())}\n")
     return found["stack"] == found["local"] == 0
 
 
@@ -33,12 +35,15 @@ def main(lengths: tuple[int, ...] = LENGTHS) -> int:
         for every in lengths:
             flush = heads | {"HIGH": 1, "EVERY": every}
             for mode, number in gluon_ring.MODES.items():
-                constants = flush | {"SCALED": True, "MODE": number}
+                constants = flush | GIVEN | {"MODE": number}
                 label = f"gluon {name} L={every} {mode}"
                 fine.append(fits(label, GluonASTSource, gluon_ring.ring_kernel, constants))
             label = f"gluon {name} L={every} flush"
             fine.append(fits(label, GluonASTSource, gluon_ring.flush_kernel, flush))
-        plain = heads | PLAIN | {"SCALED": True, "EVERY": 8, "EP": 8, "FLUSH": False}
+            constants = flush | FUSED | {"MODE": 0}
+            label = f"gluon {name} L={every} phase, gates fused"
+            fine.append(fits(label, GluonASTSource, gluon_ring.ring_kernel, constants))
+        plain = heads | PLAIN | GIVEN | {"EVERY": 8, "EP": 8, "FLUSH": False}
         fits(f"triton {name} L=8", ASTSource, ring_triton.ring_kernel, plain)  # may spill
     return 0 if all(fine) else 1
 

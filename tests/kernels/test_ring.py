@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybridstate.errors import MissingRequirement, NumericError
 from hybridstate.kernels import ring_update
+from hybridstate.kernels.fusion import StepFusion
 from hybridstate.kernels.layout import PackedLayout
 from hybridstate.kernels.reference import recurrent_step
 from hybridstate.kernels.ring_reference import Ring, ring_flush, ring_read, ring_state, ring_step
@@ -165,6 +166,17 @@ def test_kernels_beside_the_reference(
 
 @pytest.mark.parametrize("name", ["reference", pytest.param("triton", marks=interpreter)])
 @pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_gates_from_raw_projections(name: str, kind: str) -> None:
+    step, flush = ring_update.functions(name, LAYOUT)
+    found = ring_update.check(
+        step, flush, "cpu", LAYOUT, per_channel=kind == "kda", every=3, key_heads=1, heads=2,
+        batch=2, steps=3, fused=True,
+    )  # fmt: skip
+    assert found["problem"] is None, found
+
+
+@pytest.mark.parametrize("name", ["reference", pytest.param("triton", marks=interpreter)])
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
 def test_hard_states(name: str, kind: str) -> None:
     """Decay that underflows and groups of zeros; a slot that is not finite stays so, and stays alone."""
     step, _ = ring_update.functions(name, LAYOUT)
@@ -256,6 +268,9 @@ def test_public_step_and_what_it_refuses() -> None:
         ring_update.ring_step(*inputs, pool, ring, slots.int(), layout=LAYOUT)
     with pytest.raises(NumericError, match="no ring of 17"):
         empty_ring("gdn", 17)
+    order = StepFusion(key_index=torch.zeros(4, 24, dtype=torch.uint8))
+    with pytest.raises(NumericError, match="key index"):
+        ring_update.ring_step(*inputs, pool, ring, slots, layout=LAYOUT, fusion=order)
     with pytest.raises(MissingRequirement, match="gluon"):
         ring_update.functions("gluon", LAYOUT)
 
