@@ -194,7 +194,11 @@ def calibrate(
             return
         from hybridstate import api
         from hybridstate.bench.timing import device_record
-        from hybridstate.cli.calibrate_tables import calibration_tables, stage_table
+        from hybridstate.cli.calibrate_tables import (
+            calibration_tables,
+            stage_line,
+            stage_table,
+        )
         from hybridstate.trajectories.stages import timed
 
         options: dict[str, Any] = {
@@ -224,7 +228,11 @@ def calibrate(
             out.result({"part": part, "written": [str(output)]})
             return
         with timed() as stages:
-            found = api.calibrate(model, output, **options)
+            try:
+                found = api.calibrate(model, output, **options)
+            except BaseException:
+                out.note(f"until then: {stage_line(stages.to_json())}")
+                raise
         if dummy:
             out.warn(f"{model}: synthetic weights; nothing here says anything about trained ones")
         for warning in found.warnings:

@@ -47,6 +47,11 @@ def calibration_tables(out: Output, found: "Calibration") -> None:
         out.note(f"{name} was left out: {reason}")
 
 
+def stage_line(measured: dict[str, Any]) -> str:
+    """The time of each stage in one line, for a run that stopped."""
+    return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in measured["stages_s"].items())
+
+
 def stage_table(out: Output, measured: dict[str, Any]) -> None:
     """Where the time went, and what recording costs where that was measured."""
     wall = measured["wall_s"]

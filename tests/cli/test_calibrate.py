@@ -151,3 +151,12 @@ def test_synthetic_weights_are_labelled_and_timed(run: Any, tmp_path: Path) -> N
     written = (tmp_path / "out" / "calibration.json").read_text()
     assert "measured" not in json.loads(written)
     assert "synthetic weights" in written
+
+
+def test_a_run_that_stops_says_where_its_time_went(run: Any, tmp_path: Path) -> None:
+    model = small(tmp_path / "made", "Kimi-Linear-48B-A3B")
+    options = ["--dummy", "--device", "cpu", "--formats", "int8-step", "--deadline", 0]
+    result = run(model, "-o", tmp_path / "out", *options)
+    assert result.exit_code == 2
+    assert "until then: other" in result.stderr
+    assert "load" in result.stderr
