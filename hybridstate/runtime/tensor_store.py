@@ -1,0 +1,360 @@
+"""The tensors behind a prefix cache: a `StatePool` as native slots, and a pool of compressed checkpoints.
+
+    rows     retained key rows as FP32 or INT8 (DASC Eq. 8), gathered from an FP32 pool by `kernels.transfer`
+    packed   retained key rows of a DAMP pool in the bits they have there: FP16, or INT8 codes with their scales
+
+Convolution windows are kept whole beside either. Omitted rows are zero after a load (NR), or come from a replay (WR)
+that the engine runs. On a GPU a demotion packs on a side stream that first waits for the computation, and its event is
+what the cache asks; everything else is ordered on the engine's stream.
+
+Slots are numbers from the cache, 0 is nobody's. Freed slots are poisoned, so a slot that is read too late shows as NaN.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal, Protocol
+
+import torch
+
+from hybridstate.errors import NumericError, PlanMismatch, UsageError
+from hybridstate.kernels.layout import DenseLayout, PackedLayout
+from hybridstate.kernels.transfer import gather_rows, refresh_rows, scatter_rows
+from hybridstate.kernels.transfer_tables import CheckpointForm, LayerSet, RowTable
+from hybridstate.runtime.pool import POISON_BYTE, StatePool
+from hybridstate.runtime.slots import RESERVED
+from hybridstate.runtime.tiers import Finished, Prefix, Transfer
+
+Kind = Literal["fp32", "int8", "packed"]
+KINDS: Final = ("fp32", "int8", "packed")
+
+Replay = Callable[[Prefix, int], Sequence[torch.Tensor]]
+"""States after a replay of the last tokens of a prefix, FP32 `[1, H, K, V]` per layer, rows in the pool's order."""
+
+
+class CheckpointPool(Protocol):
+    """Compressed slots of one format."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot, without convolution windows."""
+        ...
+
+    def pack(self, source: int, target: int) -> None:
+        """Retained rows of a native slot."""
+        ...
+
+    def unpack(self, source: int, target: int, omitted: Sequence[torch.Tensor] | None) -> None:
+        """Into a native slot; omitted rows from `omitted` `[1, H, K, V]` per layer, zero without."""
+        ...
+
+    def poison(self, slot: int) -> None:
+        """Nobody's from here on."""
+        ...
+
+
+class TensorStore:
+    """`tiers.Store` on tensors.
+
+    Args:
+        pool: all of its slots become the cache's, number 0 unused: the cache gets `pool.slots - 1` native slots. Must
+            be wholly free.
+        packed: usable compressed slots, 0 for the dense baseline.
+        retained: bool `[H]` (heads) or `[H, K]` (key channels in the pool's row order) per layer; None keeps every row.
+        kind: format of the compressed slots.
+        window, replay: tokens to replay at a load of a compressed slot, and who does; 0 fills with zeros.
+        poison: overwrite freed slots.
+
+    Raises:
+        UsageError: the pool is in use, or a window without a replay.
+        PlanMismatch: the format does not fit the pool, or the masks not the model.
+    """
+
+    def __init__(
+        self,
+        pool: StatePool,
+        packed: int,
+        retained: Sequence[torch.Tensor] | None = None,
+        *,
+        kind: Kind = "fp32",
+        window: int = 0,
+        replay: Replay | None = None,
+        poison: bool = True,
+    ) -> None:
+        if pool.alloc(pool.slots) is None:
+            raise UsageError("the pool of a prefix cache is wholly its own")
+        if window and replay is None:
+            raise UsageError("a replay window needs somebody who replays")
+        self.pool = pool
+        self.window = window
+        self._replay = replay
+        self._poison = poison
+        self._conv = tuple(
+            torch.full(
+                (packed + RESERVED, *w.shape[1:]), float("nan"), dtype=w.dtype, device=w.device
+            )
+            for w in pool.conv
+        )
+        masks = _row_masks(pool, retained)
+        self.checkpoints: CheckpointPool = (
+            PackedRows(pool, masks, packed)
+            if kind == "packed"
+            else FloatRows(pool, masks, packed, kind)
+        )
+        self._side = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
+        if poison:
+            for slot in range(packed + RESERVED):
+                self.checkpoints.poison(slot)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of one compressed slot with its convolution windows."""
+        conv = sum(w[0].numel() * w.element_size() for w in self._conv)
+        return self.checkpoints.slot_bytes + conv
+
+    def clear(self, slot: int) -> None:
+        """The zero state, in which a request without a hit begins."""
+        for layout, state in zip(self.pool.layouts, self.pool.states, strict=True):
+            shape = (state.shape[1], layout.key_dim, layout.value_dim)
+            state[slot] = layout.pack(torch.zeros(shape, device=state.device))
+        for window in self.pool.conv:
+            window[slot] = 0.0
+
+    def copy(self, source: int, target: int) -> None:
+        """See `tiers.Store`."""
+        for tensor in (*self.pool.states, *self.pool.conv):
+            tensor[target].copy_(tensor[source])
+
+    def pack(self, source: int, target: int, *, aside: bool) -> Transfer:
+        """See `tiers.Store`."""
+        if self._side is None or not aside:
+            self._pack(source, target)
+            return Finished()
+        self._side.wait_stream(torch.cuda.current_stream(self.pool.device))
+        with torch.cuda.stream(self._side):
+            self._pack(source, target)
+            event = torch.cuda.Event()
+            event.record(self._side)
+        return EventTransfer(event)
+
+    def load(self, source: int, target: int, prefix: Prefix) -> int:
+        """See `tiers.Store`."""
+        replayed = min(self.window, len(prefix.tokens))
+        states = None
+        if replayed and self._replay is not None:
+            states = self._replay(prefix, replayed)
+        self.checkpoints.unpack(source, target, states)
+        for window, kept in zip(self.pool.conv, self._conv, strict=True):
+            window[target].copy_(kept[source])
+        return replayed
+
+    def finite(self, slot: int) -> bool:
+        """See `tiers.Store`."""
+        try:
+            self.pool.require_finite(torch.tensor([slot], device=self.pool.device))
+        except NumericError:
+            return False
+        return True
+
+    def freed(self, slot: int, *, packed: bool) -> None:
+        """See `tiers.Store`."""
+        if not self._poison:
+            return
+        if packed:
+            self.checkpoints.poison(slot)
+            for window in self._conv:
+                window[slot] = float("nan")
+        else:
+            self.pool.poison([slot])
+
+    def _pack(self, source: int, target: int) -> None:
+        self.checkpoints.pack(source, target)
+        for window, kept in zip(self.pool.conv, self._conv, strict=True):
+            kept[target].copy_(window[source])
+
+
+class EventTransfer:
+    """A copy on another stream; done when its event is."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def done(self) -> bool:
+        """Asks the device, without waiting."""
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        """Blocks the host."""
+        self._event.synchronize()
+
+
+class FloatRows:
+    """Retained rows of an FP32 pool as FP32 or INT8.
+
+    A pool in the physical order of a decode kernel is read and written through one slot of staging in rows order.
+    """
+
+    def __init__(
+        self, pool: StatePool, masks: Sequence[torch.Tensor], slots: int, kind: Kind
+    ) -> None:
+        if pool.state != "fp32":
+            raise PlanMismatch(
+                f"{kind} checkpoints are cut from an fp32 pool, not {pool.state}",
+                hint="a packed pool keeps its rows as they are: kind='packed'",
+            )
+        self._pool = pool
+        self._form = CheckpointForm(
+            "int8" if kind == "int8" else "fp32", pool.spec.layers[0].value_dim
+        )
+        self._table = RowTable.from_masks(torch.stack(list(masks)), pool.spec.layers[0].key_dim)
+        self._buffer = self._form.buffer(slots + RESERVED, self._table)
+        direct = all(isinstance(n, DenseLayout) and n.order == "rows" for n in pool.layouts)
+        self._staging = None if direct else StatePool(pool.spec, 1, device=pool.device)
+        self._rows = LayerSet.of(pool.states if self._staging is None else self._staging.states)
+
+    @property
+    def slot_bytes(self) -> int:
+        """See `CheckpointPool`."""
+        return self._form.temporal_bytes(self._table)
+
+    def pack(self, source: int, target: int) -> None:
+        """See `CheckpointPool`."""
+        slot = source
+        if self._staging is not None:
+            states, _ = self._pool.read(self._index(source))
+            for kept, state in zip(self._staging.states, states, strict=True):
+                kept.copy_(state)
+            slot = 0
+        gather_rows(
+            self._rows,
+            self._index(slot),
+            self._buffer,
+            self._index(target),
+            self._table,
+            self._form,
+        )
+
+    def unpack(self, source: int, target: int, omitted: Sequence[torch.Tensor] | None) -> None:
+        """See `CheckpointPool`."""
+        slot = self._index(target if self._staging is None else 0)
+        scatter_rows(
+            self._buffer,
+            self._index(source),
+            self._rows,
+            slot,
+            self._table,
+            self._form,
+            omitted="zero",
+        )
+        if omitted is not None and len(self._table.omitted):
+            fresh = LayerSet.of([state.float().contiguous() for state in omitted])
+            refresh_rows(fresh, self._index(0), self._rows, slot, self._table.omitted)
+        if self._staging is not None:
+            layers = zip(self._pool.layouts, self._pool.states, self._staging.states, strict=True)
+            for layout, state, staged in layers:
+                state[target] = layout.pack(staged[0])
+
+    def poison(self, slot: int) -> None:
+        """See `CheckpointPool`."""
+        self._buffer[slot] = POISON_BYTE
+
+    def _index(self, slot: int) -> torch.Tensor:
+        return torch.tensor([slot], device=self._pool.device)
+
+
+class PackedRows:
+    """Retained rows of a DAMP pool, bit for bit: no second quantisation, and none of its error."""
+
+    def __init__(self, pool: StatePool, masks: Sequence[torch.Tensor], slots: int) -> None:
+        if pool.state != "damp":
+            raise PlanMismatch(f"packed rows are cut from a damp pool, not {pool.state}")
+        self._pool = pool
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Per layer the retained FP16 rows and INT8 rows, as positions among `[H, rows]` of either."""
+        self._parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        for layout, mask in zip(pool.layouts, masks, strict=True):
+            assert isinstance(layout, PackedLayout), "a damp pool has packed layouts"
+            high = mask[:, : layout.k_hi].flatten().nonzero().flatten()
+            low = mask[:, layout.k_hi :].flatten().nonzero().flatten()
+            self._kept.append((high, low))
+            size, width, device = slots + RESERVED, layout.value_dim, pool.device
+            self._parts.append(
+                (
+                    torch.zeros(size, len(high), width, dtype=torch.float16, device=device),
+                    torch.zeros(size, len(low), width, dtype=torch.int8, device=device),
+                    torch.zeros(size, len(low), layout.groups, device=device),
+                )
+            )
+
+    @property
+    def slot_bytes(self) -> int:
+        """See `CheckpointPool`."""
+        return sum(x[0].numel() * x.element_size() for parts in self._parts for x in parts)
+
+    def pack(self, source: int, target: int) -> None:
+        """See `CheckpointPool`."""
+        for layout, state, (high, low), kept in self._layers():
+            hi, codes, scales = layout.split(state[source])
+            kept[0][target] = hi.reshape(-1, layout.value_dim)[high]
+            kept[1][target] = codes.reshape(-1, layout.value_dim)[low]
+            kept[2][target] = scales.reshape(-1, layout.groups)[low]
+
+    def unpack(self, source: int, target: int, omitted: Sequence[torch.Tensor] | None) -> None:
+        """See `CheckpointPool`."""
+        for ordinal, (layout, state, (high, low), kept) in enumerate(self._layers()):
+            shape = (state.shape[1], layout.key_dim, layout.value_dim)
+            base = torch.zeros(shape, device=state.device)
+            if omitted is not None:
+                base = omitted[ordinal][0].float()
+            hi, codes, scales = (x.clone().contiguous() for x in layout.split(layout.pack(base)))
+            hi.view(-1, layout.value_dim)[high] = kept[0][source]
+            codes.view(-1, layout.value_dim)[low] = kept[1][source]
+            scales.view(-1, layout.groups)[low] = kept[2][source]
+            state[target] = layout.join(hi, codes, scales)
+
+    def poison(self, slot: int) -> None:
+        """See `CheckpointPool`."""
+        for high, codes, scales in self._parts:
+            high[slot], scales[slot] = float("nan"), float("nan")
+            codes[slot] = -1
+
+    def _layers(
+        self,
+    ) -> list[
+        tuple[
+            PackedLayout,
+            torch.Tensor,
+            tuple[torch.Tensor, torch.Tensor],
+            tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        ]
+    ]:
+        layouts = [layout for layout in self._pool.layouts if isinstance(layout, PackedLayout)]
+        return list(zip(layouts, self._pool.states, self._kept, self._parts, strict=True))
+
+
+def _row_masks(
+    pool: StatePool, retained: Sequence[torch.Tensor] | None
+) -> tuple[torch.Tensor, ...]:
+    """Bool `[H, K]` per layer: the key rows that a checkpoint keeps."""
+    layers = pool.spec.layers
+    if retained is None:
+        return tuple(
+            torch.ones(n.value_heads, n.key_dim, dtype=torch.bool, device=pool.device)
+            for n in layers
+        )
+    if len(retained) != len(layers):
+        raise PlanMismatch(
+            f"{len(retained)} masks for {len(layers)} linear layers",
+            found=len(retained),
+            expected=len(layers),
+        )
+    masks = []
+    for layer, mask in zip(layers, retained, strict=True):
+        whole = (layer.value_heads, layer.key_dim)
+        if tuple(mask.shape) not in (whole[:1], whole):
+            raise PlanMismatch(
+                f"block {layer.index}: mask {list(mask.shape)} fits neither heads nor channels {list(whole)}",
+                found=list(mask.shape),
+                expected=list(whole),
+            )
+        rows = mask.unsqueeze(-1) if mask.dim() == 1 else mask
+        masks.append(rows.to(pool.device, torch.bool).expand(whole).contiguous())
+    return tuple(masks)

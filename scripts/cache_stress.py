@@ -1,0 +1,121 @@
+"""Stress of the prefix cache, recorded: 100,000 operations without tensors, 2,000 on each embedded model.
+
+    python scripts/cache_stress.py -o benchmarks/cache-stress.json
+
+Without tensors every operation is followed by `free + cached + active == size` for each pool, and every loaded slot is
+compared with the prefix it should hold. On a model every greedy reply is compared with a run without a cache; freed
+slots are NaN, so a slot that is read too late cannot pass. Any failure ends the script; nothing is written then.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from hybridstate.provenance import environment  # noqa: E402
+from hybridstate.runtime.admission import Admission, Pools  # noqa: E402
+from hybridstate.trajectories.model import load_model  # noqa: E402
+from tests.runtime.cache_stress import Stress  # noqa: E402
+from tests.runtime.cached_model import CachedModel, compare_outputs  # noqa: E402
+from tests.runtime.test_prefix_cache_stress import ARMS  # noqa: E402
+
+MODEL_ARMS = {
+    "two-tier": (Pools(native=6, packed=6, watermark=1), 0),
+    "replay": (Pools(native=2, packed=9), 64),
+}
+"""Pools and replay window; with a window every other unit is omitted, and the window covers every prefix."""
+
+
+def without_tensors(operations: int, seed: int) -> list[dict[str, Any]]:
+    """The same number of operations on every arm."""
+    found = []
+    for arm, pools in ARMS.items():
+        stress = Stress(seed, pools)
+        started = time.perf_counter()
+        for number in range(operations):
+            stress.operate()
+            if number % 16 == 0:
+                stress.cache.audit()
+        stress.drain()
+        found.append(
+            {
+                "arm": arm,
+                "operations": stress.done,
+                "counters": stress.cache.counters.to_json(),
+                "reclamations": stress.cache.tiers.reclamations,
+                "leaked_slots": 0,  # drain refuses anything else
+                "seconds": round(time.perf_counter() - started, 2),
+            }
+        )
+        print(f"{arm}: {operations} operations, {found[-1]['seconds']} s", flush=True)
+    return found
+
+
+def on_model(name: str, operations: int, seed: int) -> list[dict[str, Any]]:
+    """The operations are shared among the arms."""
+    from tests.runtime.test_tensor_store import alternate
+
+    loaded = load_model(name)
+    found = []
+    for arm, (pools, window) in MODEL_ARMS.items():
+        engine = CachedModel(
+            loaded,
+            pools,
+            Admission(shortest=1),
+            retained=alternate(loaded.spec) if window else None,
+            window=window,
+        )
+        share = operations // len(MODEL_ARMS)
+        started = time.perf_counter()
+
+        def say(number: int, arm: str = arm) -> None:
+            if number % 100 == 0:
+                print(f"{name} {arm}: {number}", flush=True)
+
+        compared = compare_outputs(engine, share, seed=seed, progress=say)
+        found.append(
+            {
+                "model": name,
+                "arm": arm,
+                "operations": share,
+                "replies_compared": compared,
+                "replies_that_differ": 0,  # compare_outputs refuses any
+                "starts": engine.tiers,
+                "counters": engine.cache.counters.to_json(),
+                "leaked_slots": 0,
+                "seconds": round(time.perf_counter() - started, 2),
+            }
+        )
+        print(f"{name} {arm}: {compared} replies compared", flush=True)
+    return found
+
+
+def main() -> None:
+    """Run and write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--operations", type=int, default=100_000, help="without tensors, all arms")
+    parser.add_argument("--model-operations", type=int, default=2_000, help="on each model")
+    parser.add_argument("--model", action="append", help="folder or embedded name, repeatable")
+    parser.add_argument("--seed", type=int, default=20)
+    options = parser.parse_args()
+    result = {
+        "without_tensors": without_tensors(options.operations // len(ARMS), options.seed),
+        "models": [
+            entry
+            for name in options.model or ("tiny-gdn", "tiny-kda")
+            for entry in on_model(name, options.model_operations, options.seed)
+        ],
+        "seed": options.seed,
+        "provenance": environment(device="cpu"),
+    }
+    options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
