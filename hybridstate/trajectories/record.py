@@ -33,7 +33,6 @@ from hybridstate.trajectories.model import (
     prefill,
     recurrent_states,
     reference_decode,
-    reference_prefill,
     swap,
 )
 from hybridstate.trajectories.prompts import Prompt
@@ -396,49 +395,3 @@ def repeated_share(generated: torch.Tensor, length: int = REPEAT) -> float:
             total += 1
             seen.add(stretch)
     return repeated / total if total else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixObservation:
-    """What a prefill showed of P prefixes, lists over the linear layers.
-
-    Attributes:
-        mean_log_decay: `[P, H]` or `[P, H, K]` float64, over all prefix tokens.
-        states: `[P, H, K, V]` float32, at the last token.
-    """
-
-    mean_log_decay: tuple[NDArray[np.float64], ...]
-    states: tuple[NDArray[np.float32], ...]
-
-
-@torch.no_grad()
-def observe_prefixes(
-    loaded: LoadedModel, tokens: NDArray[np.int64], *, progress: Progress | None = None
-) -> PrefixObservation:
-    """Prefill prefixes `[P, T]` one after another and keep mean log-decays and final states."""
-    decays: list[list[NDArray[np.float64]]] = [[] for _ in loaded.spec.layers]
-    finals: list[list[NDArray[np.float32]]] = [[] for _ in loaded.spec.layers]
-
-    def watched(
-        ordinal: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        initial_state: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        decays[ordinal].append(g[0].to(torch.float64).mean(0).cpu().numpy())
-        return reference_prefill(ordinal, q, k, v, g, beta, initial_state)
-
-    with swap(loaded, prefill=watched):
-        for done, row in enumerate(torch.from_numpy(tokens), start=1):
-            _, cache = prefill(loaded, row[None])
-            for layer, state in zip(finals, recurrent_states(cache), strict=True):
-                layer.append(state[0].float().cpu().numpy().copy())
-            if progress is not None:
-                progress("prefixes", done, len(tokens))
-    return PrefixObservation(
-        mean_log_decay=tuple(np.stack(layer) for layer in decays),
-        states=tuple(np.stack(layer) for layer in finals),
-    )

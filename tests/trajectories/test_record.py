@@ -21,7 +21,6 @@ from hybridstate.trajectories.prompts import Prompt, make_prompts, shipped_texts
 from hybridstate.trajectories.protocol import Protocol
 from hybridstate.trajectories.record import (
     Recording,
-    observe_prefixes,
     record,
     repeated_share,
     sample,
@@ -138,18 +137,6 @@ def test_repeated_stretches_are_counted() -> None:
     assert repeated_share(loop, 4) == pytest.approx(13 / 17)
     assert repeated_share(torch.arange(20)[None], 4) == 0.0
     assert repeated_share(torch.arange(3)[None], 4) == 0.0
-
-
-def test_prefix_observation_averages_log_decays_over_the_prefix(loaded: LoadedModel) -> None:
-    tokens = np.random.default_rng(0).integers(3, 97, (2, 40))
-    seen = observe_prefixes(loaded, tokens)
-    layer = loaded.spec.layers[0]
-    per_head = loaded.spec.unit == "head"
-    shape = (2, layer.value_heads) if per_head else (2, layer.value_heads, layer.key_dim)
-    assert seen.mean_log_decay[0].shape == shape
-    assert (seen.mean_log_decay[0] < 0).all()
-    _, cache = prefill(loaded, torch.from_numpy(tokens))
-    assert_within(seen.states[2], recurrent_states(cache)[2], "replay-logits-f32")
 
 
 def batch(value: float) -> Recording:
