@@ -140,7 +140,11 @@ def domains_figure(found: Found, model: str, folder: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("effective decay on the other domain (logit)")
     figure.suptitle(
-        f"{model}: do the same {_units(found)} stay slow?", fontsize=10, x=0.01, ha="left"
+        f"{model}: do the same {_units(found)} stay slow? "
+        f"(within {_EDGE:g} of 0 or 1: at the edge)",
+        fontsize=10,
+        x=0.01,
+        ha="left",
     )
     rows = [
         (_unit(found, unit), *(digits(factors[name][unit]) for name in factors))
