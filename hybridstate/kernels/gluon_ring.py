@@ -12,6 +12,7 @@ the head: no host decision, no atomic, fit for CUDA graphs.
   tile, whose accumulators meet the codes' in the same registers. Both factors are float16.
 """
 
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -61,14 +62,14 @@ def ring_kernel(
     q, k, v, g, beta, pool, ring_keys, ring_values, ring_gates, phases, value_scale, slots, out,
     a_log, dt_bias, q_batch, k_batch, v_batch, out_batch, slot_bytes, head_bytes,
     H: gl.constexpr, HK: gl.constexpr, KDA: gl.constexpr, SCALED: gl.constexpr,
-    HIGH: gl.constexpr, EVERY: gl.constexpr, MODE: gl.constexpr,
+    HIGH: gl.constexpr, EVERY: gl.constexpr, SPAN: gl.constexpr, MODE: gl.constexpr,
     GATE: gl.constexpr, LOWER: gl.constexpr, LOGIT: gl.constexpr,
 ):  # fmt: skip
     """Grid: batch * H, one warp each. MODE 0: by phase; 1: append always; 2: rewrite always.
 
-    GATE, LOWER, LOGIT: fusion.py.
+    SPAN: room of a ring, EVERY - 1, rounded up to a power of two. GATE, LOWER, LOGIT: fusion.py.
     """
-    RING: gl.constexpr = gl.BlockedLayout([EVERY, 4], [1, 32], [1, 1], [1, 0])
+    RING: gl.constexpr = gl.BlockedLayout([SPAN, 4], [1, 32], [1, 1], [1, 0])
     FLAT: gl.constexpr = gl.SliceLayout(0, RING)
     ROOM: gl.constexpr = EVERY - 1
     bh = gl.program_id(0)
@@ -114,10 +115,10 @@ def ring_kernel(
             bias = gl.load(dt_bias + h)
         g_row = _log_decay_of(gl.load(g + bh).to(gl.float32), rate, bias, GATE, LOWER)
         g_row = _floored(g_row)
-    held = gl.arange(0, EVERY, layout=gl.SliceLayout(1, RING)) < count
+    held = gl.arange(0, SPAN, layout=gl.SliceLayout(1, RING)) < count
     past_keys = _ring_rows(p_keys, held, flat)
     past_values = _ring_rows(p_values, held, flat)
-    fades, total = _gates(p_gates, held, count, g_row, flat, KDA, True)
+    fades, total = _gates(p_gates, held, count, g_row, flat, KDA, SPAN <= EVERY)
     if KDA:
         past_keys = past_keys * _exp(fades)
     k_scores = gl.sum(past_keys * gl.expand_dims(k_row, 0), 1)
@@ -319,7 +320,8 @@ def ring_step(
         out if fusion.dt_bias is None else fusion.dt_bias,
         q.stride(0), k.stride(0), v.stride(0), out.stride(0), pool.stride(0), layout.head_bytes,
         H=heads, HK=q.shape[1], KDA=g.dim() == 3, SCALED=value_scale is not None,
-        HIGH=layout.k_hi // 16, EVERY=ring.every, MODE=MODES[mode],
+        HIGH=layout.k_hi // 16, EVERY=ring.every,
+        SPAN=max(2, triton.next_power_of_2(ring.every - 1)), MODE=MODES[mode],
         GATE=fusion.gate, LOWER=fusion.lower_bound or 0.0, LOGIT=fusion.beta_scale or 0.0,
         num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip

@@ -35,12 +35,12 @@ def main(lengths: tuple[int, ...] = LENGTHS) -> int:
         for every in lengths:
             flush = heads | {"HIGH": 1, "EVERY": every}
             for mode, number in gluon_ring.MODES.items():
-                constants = flush | GIVEN | {"MODE": number}
+                constants = flush | GIVEN | {"MODE": number, "SPAN": every}
                 label = f"gluon {name} L={every} {mode}"
                 fine.append(fits(label, GluonASTSource, gluon_ring.ring_kernel, constants))
             label = f"gluon {name} L={every} flush"
             fine.append(fits(label, GluonASTSource, gluon_ring.flush_kernel, flush))
-            constants = flush | FUSED | {"MODE": 0}
+            constants = flush | FUSED | {"MODE": 0, "SPAN": every}
             label = f"gluon {name} L={every} phase, gates fused"
             fine.append(fits(label, GluonASTSource, gluon_ring.ring_kernel, constants))
         plain = heads | PLAIN | GIVEN | {"EVERY": 8, "EP": 8, "FLUSH": False}
