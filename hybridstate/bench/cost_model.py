@@ -5,7 +5,7 @@
     copy, pack, load, exchange            fixed + a bytes
 
 `CostModel.default` is an assumption from rooflines, and says so. `fit` replaces it by least squares on operations that
-a real engine recorded (`scheduler.Recording`), with standard errors.
+a real engine recorded (`recording`), with standard errors.
 """
 
 import json

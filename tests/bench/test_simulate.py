@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hybridstate.bench.cost_model import TERMS, CostModel, features, fit
-from hybridstate.bench.scheduler import Limits, Recording, Run, Scheduler, Served
+from hybridstate.bench.recording import RecordingExecutor, RecordingStore
+from hybridstate.bench.scheduler import Limits, Run, Scheduler, Served
 from hybridstate.bench.serving_arms import KIMI_SURVIVAL, Arm, kimi_profile
 from hybridstate.bench.serving_stats import Goal, mean_over_seeds, statistics
 from hybridstate.bench.simulate import (
@@ -29,8 +30,9 @@ from hybridstate.bench.traces import (
 )
 from hybridstate.cli.main import app
 from hybridstate.errors import SourceError, UsageError
-from hybridstate.runtime.admission import Counters, Pools
+from hybridstate.runtime.admission import Admission, Counters, Pools
 from hybridstate.runtime.prefix_cache import PrefixCache
+from hybridstate.runtime.tiers import CountingStore
 
 PROFILE = kimi_profile()
 ARMS = {arm.name: arm for arm in PROFILE.arms((16,))}
@@ -317,7 +319,7 @@ def test_half_of_the_points_predict_the_other_half() -> None:
     points = []
     for native, limit in cases:
         executor = Noisy(ARMS["dense"], real)
-        recording = Recording(executor, ARMS["dense"].live.full_bytes)
+        recording = RecordingExecutor(executor, ARMS["dense"].live.full_bytes)
         cache = PrefixCache(Pools(native=native), executor.store)
         run = Scheduler(SMALL, cache, recording, Limits(12, limit)).serve()
         stats = statistics(run, cache.counters, clients=12, limit=limit, goal=Goal())
@@ -381,6 +383,62 @@ def test_command_prints_one_document(tmp_path: Path, tiny_kda: Path) -> None:
 def test_wrong_options_are_usage_errors(wrong: list[str]) -> None:
     done = CliRunner().invoke(app, ["bench", "simulate", *wrong])
     assert done.exit_code == 2, done.output
+
+
+def test_fit_file(tmp_path: Path) -> None:
+    """Measured points, here of a simulated engine twice as slow, through the command."""
+    options = Options(
+        arms=("nr-16",), cutoffs=(16,), ratios=(1.0,), limits=(4,), clients=8, seeds=1
+    )
+    slow = CostModel("real", {k: tuple(2 * c for c in v) for k, v in COST.coefficients.items()}, {})
+    trace = wildchat_shape(8)
+    points = []
+    for arm in (ARMS["dense"], ARMS["nr-16"]):
+        for ratio in (0.5, 1.0):
+            pools, _ = arm.pools(ARMS["dense"].live, round(16 / ratio), native=8)
+            executor = CostedExecutor(arm, slow)
+            recording = RecordingExecutor(executor, arm.live.full_bytes)
+            cache = PrefixCache(pools, executor.store)
+            run = Scheduler(trace, cache, recording, Limits(8, 4)).serve()
+            stats = statistics(run, cache.counters, clients=8, limit=4, goal=options.goal)
+            points.append(
+                {
+                    "arm": arm.name,
+                    "ratio": ratio,
+                    "limit": 4,
+                    "operations": recording.operations,
+                    "mean_ttft_s": stats["mean_ttft_ms"] / 1e3,
+                    "token_hit_rate": stats["hybridstate"]["token_hit_rate"],
+                }
+            )
+    file = tmp_path / "points.json"
+    file.write_text(json.dumps({"points": points}))
+    arguments = ["bench", "simulate", "--fit", str(file), "--arm", "nr-16", "--w-max", "16"]
+    arguments += ["--ratio", "1", "--limit", "4", "--clients", "8", "--conversations", "8"]
+    done = CliRunner().invoke(app, [*arguments, "--seeds", "1", "--no-control", "-q", "--json"])
+    assert done.exit_code == 0, done.output
+    fitted = json.loads(done.stdout)["result"]["fit"]
+    assert fitted["largest_ttft_error"] < 0.15
+    assert fitted["largest_hit_error"] < 0.03
+    assert "standard_errors" in fitted["cost_model"]["prefill"]
+    file.write_text("{}")
+    assert CliRunner().invoke(app, arguments).exit_code == 3
+
+
+def test_a_recording_store_times_what_the_engine_waits_for() -> None:
+    ticks = iter(range(100))
+    store = RecordingStore(CountingStore(), 10, 4, lambda: float(next(ticks)))
+    cache = PrefixCache(Pools(native=3, packed=1), store, Admission(shortest=1))
+    first = cache.acquire(np.arange(4, dtype=np.int32))
+    assert first is not None
+    cache.checkpoint(first, 3)
+    assert store.operations["pack"] == [[4, 1.0]]
+    assert (store.take(), store.take()) == (1.0, 0.0)
+    cache.finish(first)
+    again = cache.acquire(np.arange(4, dtype=np.int32))
+    assert again is not None
+    cache.load(again)
+    assert store.operations["load"] == [[4, 1.0]]
 
 
 def test_attention_bytes_per_token() -> None:
