@@ -67,13 +67,15 @@ def _launch(
     from hybridstate.kernels.multi_token_triton import tokens_kernel
 
     batch, tokens, heads, value_dim = v.shape
-    constants = {"KHI": 0, "GROUP": 32, "HEAD_BYTES": 0, "PACKED": False, "FRAGMENT": False}
+    constants = {"KHI": 0, "GROUP": 32, "HEAD_BYTES": 0, "PACKED": False, "BLOCK": 0}
     tile = {"TILE": 1, "S_TILE": 0, "S_ROW": 0, "S_COL": 0}
     if isinstance(layout, PackedLayout):
         constants = {
             "KHI": layout.k_hi, "GROUP": layout.group, "HEAD_BYTES": layout.head_bytes,
-            "PACKED": True, "FRAGMENT": layout.order == "fragment",
+            "PACKED": True, "BLOCK": layout.block if layout.order == "fragment" else 0,
         }  # fmt: skip
+    elif layout.order == "fragment":
+        raise NumericError("dense states in fragment order are not updated by several tokens")
     else:
         strides = layout.strides
         tile = {"TILE": layout.tile, "S_TILE": strides[0], "S_ROW": strides[1], "S_COL": strides[2]}

@@ -24,24 +24,27 @@ def _token(q, k, g, rows, live, KDA: tl.constexpr):
 
 
 @triton.jit
-def _fragment_spot(rows, cols, VECTOR: tl.constexpr):
-    """Element offset of (key row, value column) in fragment order; VECTOR columns share 16 bytes."""
-    i = cols % 16
-    lane = 4 * (cols // 16)[:, None] + ((rows % 16) // 4)[None, :]
+def _fragment_spot(rows, cols, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
+    """Element offset of (key row, column of a block) in fragment order; VECTOR columns share 16 bytes."""
+    I: tl.constexpr = BLOCK // 8
+    i = cols % I
+    lane = 4 * (cols // I)[:, None] + ((rows % 16) // 4)[None, :]
     vector = (i // VECTOR * (128 * VECTOR) + i % VECTOR * 4)[:, None]
-    return (rows // 16 * 2048 + rows % 4)[None, :] + vector + lane * (4 * VECTOR)
+    return (rows // 16 * (16 * BLOCK) + rows % 4)[None, :] + vector + lane * (4 * VECTOR)
 
 
 @triton.jit
 def tokens_kernel(
     q, k, v, g, beta, pool, value_scale, slots, lengths, out, slot_step, T,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KHI: tl.constexpr,
-    GROUP: tl.constexpr, HEAD_BYTES: tl.constexpr, PACKED: tl.constexpr, FRAGMENT: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_BYTES: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
     KDA: tl.constexpr, SCALED: tl.constexpr, TILE: tl.constexpr, S_TILE: tl.constexpr,
     S_ROW: tl.constexpr, S_COL: tl.constexpr, GP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
-    """Grid: batch * H * groups; `slot_step` bytes (packed) or values (dense) between slots. GP, KP: powers of two."""
+    """Grid: batch * H * groups; `slot_step` bytes (packed) or values (dense) between slots. BLOCK: columns of a
+    block in fragment order, 0 in any other. GP, KP: powers of two."""
     KLO: tl.constexpr = K - KHI
+    FRAGMENT: tl.constexpr = BLOCK > 0
     G: tl.constexpr = (V + GROUP - 1) // GROUP
     group = tl.program_id(0) % G
     h = tl.program_id(0) // G % H
@@ -69,12 +72,15 @@ def tokens_kernel(
             head = pool + slot * slot_step + h * HEAD_BYTES
             in_lo = u >= KHI
             if FRAGMENT:
+                head += group * GROUP // BLOCK * (HEAD_BYTES * BLOCK // V)
+                within = cols % BLOCK
+                low = tl.maximum(u - KHI, 0)
                 p_hi = head.to(tl.pointer_type(tl.float16))
-                p_lo = (head + KHI * V * 2).to(tl.pointer_type(tl.int8))
-                p_scale = (head + KHI * V * 2 + KLO * V).to(tl.pointer_type(tl.float32))
-                at_hi = _fragment_spot(u, cols, 2)
-                at_lo = _fragment_spot(tl.maximum(u - KHI, 0), cols, 4)
-                at_scale = (u - KHI) // 16 * 64 + group * 16 + (u - KHI) % 16
+                p_lo = (head + KHI * BLOCK * 2).to(tl.pointer_type(tl.int8))
+                p_scale = (head + KHI * BLOCK * 2 + KLO * BLOCK).to(tl.pointer_type(tl.float32))
+                at_hi = _fragment_spot(u, within, 2, BLOCK)
+                at_lo = _fragment_spot(low, within, 4, BLOCK)
+                at_scale = low // 16 * (BLOCK // 2) + group * GROUP % BLOCK // 2 + low % 16
             else:
                 p_scale = head.to(tl.pointer_type(tl.float32))
                 p_hi = (head + KLO * G * 4).to(tl.pointer_type(tl.float16))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridstate.errors import NumericError, PlanMismatch
-from hybridstate.kernels.layout import DenseLayout, PackedLayout
+from hybridstate.kernels.layout import CHUNK_ROWS, DenseLayout, PackedLayout
 from hybridstate.kernels.transfer import Backend, check_slots, use_triton
 from hybridstate.kernels.transfer_tables import ALIGNMENT, LayerSet, RowTable
 
@@ -168,14 +168,15 @@ def _launch(
         "ORDERED": maps.order is not None, "SCALED": maps.value_scale is not None,
         "RAGGED": table is not None,
     }  # fmt: skip
-    parts = 8 if fragment else layout.groups
-    if not fragment:
+    constants |= {"K": layout.key_dim, "V": layout.value_dim}
+    if fragment:
+        parts = layout.key_dim // CHUNK_ROWS * (layout.value_dim // layout.block)
+        constants["BLOCK"] = layout.block
+    else:
+        parts = layout.groups
         power = [1 << (max(n, 1) - 1).bit_length() for n in (layout.k_hi, layout.rows_lo)]
         group = 1 << (min(layout.group, layout.value_dim) - 1).bit_length()
-        constants |= {
-            "K": layout.key_dim, "V": layout.value_dim, "GROUP": layout.group,
-            "GP": group, "HP": power[0], "LP": power[1],
-        }  # fmt: skip
+        constants |= {"GROUP": layout.group, "GP": group, "HP": power[0], "LP": power[1]}
     unused = pool_slots
     getattr(kernels, f"{direction}_{layout.order}_kernel")[(pool.layers * batch * heads * parts,)](
         base, offsets, dense_slots, step,
@@ -204,6 +205,11 @@ def _checked(
             f"{pool.layers} of {dense_layout.dtype} [slots, {heads}, {key_dim}, {value_dim}]",
             found=list(dense.first.shape),
             expected=["slots", *expected],
+        )
+    if dense_layout.order == "fragment":
+        raise NumericError(
+            "dense states in fragment order are not packed from",
+            hint="Keep them in rows, columns or tiles.",
         )
     check_slots(dense_slots, pool_slots)
     return dense_layout

@@ -82,96 +82,110 @@ def _dense_head(dense, table, layer, slot, slot_values, head, VALUES: tl.constex
 def pack_fragment_kernel(
     dense, dense_table, dense_slots, slot_values, pool, pool_table, pool_slots, slot_bytes,
     order, value_scale, place, B,
-    H: tl.constexpr, KHI: tl.constexpr, HEAD_BYTES: tl.constexpr, TILE: tl.constexpr,
-    S_TILE: tl.constexpr, S_ROW: tl.constexpr, S_COL: tl.constexpr,
-    ORDERED: tl.constexpr, SCALED: tl.constexpr, RAGGED: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KHI: tl.constexpr, BLOCK: tl.constexpr,
+    HEAD_BYTES: tl.constexpr, TILE: tl.constexpr, S_TILE: tl.constexpr, S_ROW: tl.constexpr,
+    S_COL: tl.constexpr, ORDERED: tl.constexpr, SCALED: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: layers * B * H * 8 chunks of 16 key rows."""
-    chunk = tl.program_id(0) % 8
-    head = tl.program_id(0) // 8 % H
-    b = tl.program_id(0) // (8 * H) % B
-    layer = tl.program_id(0) // (8 * H) // B
+    """Grid: layers * B * H * V / BLOCK * K / 16; a program moves 16 key rows of a block of value columns."""
+    G: tl.constexpr = BLOCK // 32
+    I: tl.constexpr = BLOCK // 8
+    PARTS: tl.constexpr = K // 16 * (V // BLOCK)
+    part = tl.program_id(0) % PARTS
+    chunk = part % (K // 16)
+    block = part // (K // 16)
+    head = tl.program_id(0) // PARTS % H
+    b = tl.program_id(0) // (PARTS * H) % B
+    layer = tl.program_id(0) // (PARTS * H) // B
     source = tl.load(dense_slots + b)
     target = tl.load(pool_slots + b)
     if (source < 0) | (target < 0):
         return
     rows = chunk * 16 + tl.arange(0, 16)
-    cols = tl.arange(0, 4)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    cols = block * BLOCK + tl.arange(0, G)[:, None] * 32 + tl.arange(0, 32)[None, :]
     unit = layer * H + head
-    logical = tl.load(order + unit * 128 + rows).to(tl.int32) if ORDERED else rows
+    logical = tl.load(order + unit * K + rows).to(tl.int32) if ORDERED else rows
     if RAGGED:
-        at = tl.load(place + unit * 128 + logical).to(tl.int64)[:, None, None]
-        p = dense + source * slot_values + at * 128 + cols[None, :, :]
+        at = tl.load(place + unit * K + logical).to(tl.int64)[:, None, None]
+        p = dense + source * slot_values + at * V + cols[None, :, :]
         x = tl.load(p, (at >= 0) & (cols >= 0)[None, :, :], 0.0).to(tl.float32)
     else:
-        p = _dense_head(dense, dense_table, layer, source, slot_values, head, 16384)
+        p = _dense_head(dense, dense_table, layer, source, slot_values, head, K * V)
         at = (cols // TILE * S_TILE + cols % TILE * S_COL)[None, :, :]
         x = tl.load(p + logical[:, None, None] * S_ROW + at).to(tl.float32)
     if SCALED:
-        c = tl.load(value_scale + unit * 128 + cols)[None, :, :]
+        c = tl.load(value_scale + unit * V + cols)[None, :, :]
         x = tl.div_rn(x, tl.broadcast_to(c, x.shape))
     blob = pool + tl.load(pool_table + layer) * 16 + target * slot_bytes + head * HEAD_BYTES
-    linear = tl.arange(0, 2048)
+    blob += block * (HEAD_BYTES * BLOCK // V)
+    linear = tl.arange(0, 16 * BLOCK)
     if chunk * 16 < KHI:
-        halves = tl.permute(tl.reshape(_half(x), [4, 4, 8, 8, 2]), [3, 2, 0, 4, 1])
-        p_hi = blob.to(tl.pointer_type(tl.float16)) + chunk * 2048
-        tl.store(p_hi + linear, tl.reshape(halves, [2048]))
+        halves = tl.permute(tl.reshape(_half(x), [4, 4, 8, I // 2, 2]), [3, 2, 0, 4, 1])
+        p_hi = blob.to(tl.pointer_type(tl.float16)) + chunk * (16 * BLOCK)
+        tl.store(p_hi + linear, tl.reshape(halves, [16 * BLOCK]))
     else:
         low = chunk - KHI // 16
         scale, divisor = _group_scale(x, 2)
         codes = nearest_code(x, divisor[:, :, None]) ^ -128
-        codes = tl.permute(tl.reshape(codes, [4, 4, 8, 4, 4]), [3, 2, 0, 4, 1])
-        p_lo = (blob + KHI * 256).to(tl.pointer_type(tl.int8)) + low * 2048
-        tl.store(p_lo + linear, tl.reshape(codes, [2048]))
-        p_scale = (blob + KHI * 256 + (128 - KHI) * 128).to(tl.pointer_type(tl.float32)) + low * 64
-        spot = tl.arange(0, 4)[None, :] * 16 + tl.arange(0, 16)[:, None]
-        tl.store(p_scale + spot, scale)
+        codes = tl.permute(tl.reshape(codes, [4, 4, 8, I // 4, 4]), [3, 2, 0, 4, 1])
+        p_lo = (blob + KHI * BLOCK * 2).to(tl.pointer_type(tl.int8)) + low * (16 * BLOCK)
+        tl.store(p_lo + linear, tl.reshape(codes, [16 * BLOCK]))
+        p_scale = (blob + KHI * BLOCK * 2 + (K - KHI) * BLOCK).to(tl.pointer_type(tl.float32))
+        spot = tl.arange(0, G)[None, :] * 16 + tl.arange(0, 16)[:, None]
+        tl.store(p_scale + low * (16 * G) + spot, scale)
 
 
 @triton.jit
 def unpack_fragment_kernel(
     dense, dense_table, dense_slots, slot_values, pool, pool_table, pool_slots, slot_bytes,
     order, value_scale, place, B,
-    H: tl.constexpr, KHI: tl.constexpr, HEAD_BYTES: tl.constexpr, TILE: tl.constexpr,
-    S_TILE: tl.constexpr, S_ROW: tl.constexpr, S_COL: tl.constexpr,
-    ORDERED: tl.constexpr, SCALED: tl.constexpr, RAGGED: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KHI: tl.constexpr, BLOCK: tl.constexpr,
+    HEAD_BYTES: tl.constexpr, TILE: tl.constexpr, S_TILE: tl.constexpr, S_ROW: tl.constexpr,
+    S_COL: tl.constexpr, ORDERED: tl.constexpr, SCALED: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """The inverse of `pack_fragment_kernel`; same grid."""
-    chunk = tl.program_id(0) % 8
-    head = tl.program_id(0) // 8 % H
-    b = tl.program_id(0) // (8 * H) % B
-    layer = tl.program_id(0) // (8 * H) // B
+    G: tl.constexpr = BLOCK // 32
+    I: tl.constexpr = BLOCK // 8
+    PARTS: tl.constexpr = K // 16 * (V // BLOCK)
+    part = tl.program_id(0) % PARTS
+    chunk = part % (K // 16)
+    block = part // (K // 16)
+    head = tl.program_id(0) // PARTS % H
+    b = tl.program_id(0) // (PARTS * H) % B
+    layer = tl.program_id(0) // (PARTS * H) // B
     target = tl.load(dense_slots + b)
     source = tl.load(pool_slots + b)
     if (source < 0) | (target < 0):
         return
     rows = chunk * 16 + tl.arange(0, 16)
-    cols = tl.arange(0, 4)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    cols = block * BLOCK + tl.arange(0, G)[:, None] * 32 + tl.arange(0, 32)[None, :]
     unit = layer * H + head
     blob = pool + tl.load(pool_table + layer) * 16 + source * slot_bytes + head * HEAD_BYTES
-    linear = tl.arange(0, 2048)
+    blob += block * (HEAD_BYTES * BLOCK // V)
+    linear = tl.arange(0, 16 * BLOCK)
     if chunk * 16 < KHI:
-        halves = tl.load(blob.to(tl.pointer_type(tl.float16)) + chunk * 2048 + linear)
-        halves = tl.permute(tl.reshape(halves, [8, 8, 4, 2, 4]), [2, 4, 1, 0, 3])
-        x = tl.reshape(halves, [16, 4, 32]).to(tl.float32)
+        p_hi = blob.to(tl.pointer_type(tl.float16)) + chunk * (16 * BLOCK)
+        halves = tl.reshape(tl.load(p_hi + linear), [I // 2, 8, 4, 2, 4])
+        halves = tl.permute(halves, [2, 4, 1, 0, 3])
+        x = tl.reshape(halves, [16, G, 32]).to(tl.float32)
     else:
         low = chunk - KHI // 16
-        codes = tl.load((blob + KHI * 256).to(tl.pointer_type(tl.int8)) + low * 2048 + linear)
-        codes = tl.permute(tl.reshape(codes ^ -128, [4, 8, 4, 4, 4]), [2, 4, 1, 0, 3])
-        p_scale = (blob + KHI * 256 + (128 - KHI) * 128).to(tl.pointer_type(tl.float32)) + low * 64
-        spot = tl.arange(0, 4)[None, :] * 16 + tl.arange(0, 16)[:, None]
-        scale = tl.load(p_scale + spot)
-        x = tl.reshape(codes, [16, 4, 32]).to(tl.float32) * scale[:, :, None]
+        p_lo = (blob + KHI * BLOCK * 2).to(tl.pointer_type(tl.int8)) + low * (16 * BLOCK)
+        codes = tl.reshape(tl.load(p_lo + linear) ^ -128, [I // 4, 8, 4, 4, 4])
+        codes = tl.permute(codes, [2, 4, 1, 0, 3])
+        p_scale = (blob + KHI * BLOCK * 2 + (K - KHI) * BLOCK).to(tl.pointer_type(tl.float32))
+        spot = tl.arange(0, G)[None, :] * 16 + tl.arange(0, 16)[:, None]
+        scale = tl.load(p_scale + low * (16 * G) + spot)
+        x = tl.reshape(codes, [16, G, 32]).to(tl.float32) * scale[:, :, None]
     if SCALED:
-        x = x * tl.load(value_scale + unit * 128 + cols)[None, :, :]
-    logical = tl.load(order + unit * 128 + rows).to(tl.int32) if ORDERED else rows
+        x = x * tl.load(value_scale + unit * V + cols)[None, :, :]
+    logical = tl.load(order + unit * K + rows).to(tl.int32) if ORDERED else rows
     x = _as_stored(x, dense.dtype.element_ty)
     if RAGGED:
-        at = tl.load(place + unit * 128 + logical).to(tl.int64)[:, None, None]
-        p = dense + target * slot_values + at * 128 + cols[None, :, :]
+        at = tl.load(place + unit * K + logical).to(tl.int64)[:, None, None]
+        p = dense + target * slot_values + at * V + cols[None, :, :]
         tl.store(p, x, (at >= 0) & (cols >= 0)[None, :, :])
     else:
-        p = _dense_head(dense, dense_table, layer, target, slot_values, head, 16384)
+        p = _dense_head(dense, dense_table, layer, target, slot_values, head, K * V)
         at = (cols // TILE * S_TILE + cols % TILE * S_COL)[None, :, :]
         tl.store(p + logical[:, None, None] * S_ROW + at, x)
 

@@ -23,6 +23,7 @@ SMALL = [
     PackedLayout(13, 37, 5),
     PackedLayout(12, 20, 0),
     PackedLayout(16, 20, 16),
+    PackedLayout(64, 96, 16, order="fragment"),
     DenseLayout(12, 20),
     DenseLayout(24, 40, order="tiles"),
     DenseLayout(13, 37, torch.float16, "columns"),

@@ -15,12 +15,18 @@ LAYOUTS = [
     PackedLayout(128, 128, 0),
     PackedLayout(128, 128, 128),
     PackedLayout(128, 128, 32, order="natural"),
+    PackedLayout(64, 96, 16, order="fragment"),
+    PackedLayout(64, 64, 16),
     PackedLayout(24, 40, 16),
     PackedLayout(13, 37, 5),
     PackedLayout(12, 20, 0),
     PackedLayout(16, 20, 16, group=16),
 ]
-LARGE_LAYOUTS = [PackedLayout(k, v, 16) for k, v in ((96, 192), (256, 128), (64, 256), (128, 128))]
+LARGE_LAYOUTS = [
+    PackedLayout(k, v, 16, order=order)  # type: ignore[arg-type]
+    for k, v in ((96, 192), (256, 128), (64, 256), (128, 128))
+    for order in ("fragment", "natural")
+]
 FORMS = [
     ("fp32", torch.float32),
     ("int8", torch.float32),

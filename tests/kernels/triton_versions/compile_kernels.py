@@ -39,9 +39,9 @@ def jobs() -> Iterator[tuple[str, str, str, dict[str, Any], int, dict[str, str]]
         shared = heads | GEOMETRY | HEAD | {"GP": 32, "KP": 128}
         rows = {"TILE": 8, "S_TILE": 8, "S_ROW": 128, "S_COL": 1}
         for order, more in (
-            ("fragment", {"PACKED": True, "FRAGMENT": True}),
-            ("natural", {"PACKED": True, "FRAGMENT": False}),
-            ("dense", {"PACKED": False, "FRAGMENT": False}),
+            ("fragment", {"PACKED": True, "BLOCK": 128}),
+            ("natural", {"PACKED": True, "BLOCK": 0}),
+            ("dense", {"PACKED": False, "BLOCK": 0}),
         ):
             types = {} if more["PACKED"] else {"pool": "*fp32"}
             yield (
@@ -56,7 +56,9 @@ def jobs() -> Iterator[tuple[str, str, str, dict[str, Any], int, dict[str, str]]
     for direction in ("pack", "unpack"):
         for mapped in (False, True):
             for ragged in (False, True):
-                constants = maps | HEAD | DENSE_ROWS | {"RAGGED": ragged}
+                constants = (
+                    maps | HEAD | GEOMETRY | DENSE_ROWS | {"BLOCK": 128} | {"RAGGED": ragged}
+                )
                 constants |= {"ORDERED": mapped, "SCALED": mapped}
                 suffix = ("-mapped" if mapped else "") + ("-ragged" if ragged else "")
                 name = f"{direction}-fragment{suffix}"
