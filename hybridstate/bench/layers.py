@@ -6,10 +6,21 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from hybridstate.kernels.fusion import NO_FUSION, StepFusion
+
 
 @dataclass(frozen=True, slots=True)
 class UpdateDims:
-    """One recurrent layer: `kind` is "gdn" or "kda"; `k_hi` None means 16 of every 128 key channels."""
+    """One recurrent layer.
+
+    Attributes:
+        name: of the model.
+        kind: "gdn" or "kda".
+        key_heads, value_heads, key_dim, value_dim: Hk, H, K, V on one GPU.
+        k_hi: FP16 key rows under `damp`; None means 16 of every 128 key channels.
+        lower_bound: of the safe gate; None where the gate is softplus.
+        beta_scale: the strength is this times a sigmoid.
+    """
 
     name: str
     kind: str
@@ -18,6 +29,8 @@ class UpdateDims:
     key_dim: int
     value_dim: int
     k_hi: int | None = None
+    lower_bound: float | None = None
+    beta_scale: float = 1.0
 
     @property
     def protected(self) -> int:
@@ -35,8 +48,10 @@ EMBEDDED: Final = (
 PUBLISHED: Final = (
     UpdateDims("qwen3-next", "gdn", 16, 32, 128, 128),
     UpdateDims("kimi-linear", "kda", 32, 32, 128, 128),
+    UpdateDims("kimi-k3, one of 8", "kda", 12, 12, 128, 128, lower_bound=-5.0),
+    UpdateDims("olmo-hybrid", "gdn", 30, 30, 96, 192, beta_scale=2.0),
 )
-"""Layers of the released models on one GPU."""
+"""Layers of the released models on one GPU; those of Qwen3.5 and Qwen3.6-35B are as Qwen3-Next's."""
 
 
 def input_dtype(device: torch.device) -> torch.dtype:
@@ -45,9 +60,9 @@ def input_dtype(device: torch.device) -> torch.dtype:
 
 
 def random_inputs(
-    layer: UpdateDims, batch: int, device: torch.device, seed: int
+    layer: UpdateDims, batch: int, device: torch.device, seed: int, *, fused: bool = False
 ) -> tuple[Tensor, ...]:
-    """q, k, v, g, beta and an output buffer."""
+    """q, k, v, g, beta and an output buffer; `fused`: g and beta are raw projections in the dtype of v."""
     generator = torch.Generator(device).manual_seed(seed)
     dtype, heads = input_dtype(device), layer.value_heads
 
@@ -57,11 +72,24 @@ def random_inputs(
     gate = (batch, heads, layer.key_dim) if layer.kind == "kda" else (batch, heads)
     uniform = torch.rand(gate, generator=generator, device=device)
     v = draw(batch, heads, layer.value_dim).to(dtype)
-    return (
-        draw(batch, layer.key_heads, layer.key_dim).to(dtype),
-        draw(batch, layer.key_heads, layer.key_dim).to(dtype),
-        v,
-        -0.2 * uniform,
-        draw(batch, heads).sigmoid(),
-        torch.empty_like(v),
+    q = draw(batch, layer.key_heads, layer.key_dim).to(dtype)
+    k = draw(batch, layer.key_heads, layer.key_dim).to(dtype)
+    logits = draw(batch, heads)
+    if fused:
+        return q, k, v, draw(*gate).to(dtype), logits.to(dtype), torch.empty_like(v)
+    return q, k, v, -0.2 * uniform, logits.sigmoid(), torch.empty_like(v)
+
+
+def random_fusion(layer: UpdateDims, device: torch.device, seed: int, *, fused: bool) -> StepFusion:
+    """The layer's gate with random parameters that decay by some percent a token, or nothing fused."""
+    if not fused:
+        return NO_FUSION
+    generator = torch.Generator(device).manual_seed(seed + 1)
+    heads = layer.value_heads
+    bias = (heads, layer.key_dim) if layer.kind == "kda" else (heads,)
+    return StepFusion(
+        a_log=torch.randn(heads, generator=generator, device=device) - 1.0,
+        dt_bias=torch.randn(bias, generator=generator, device=device) - 2.0,
+        lower_bound=layer.lower_bound,
+        beta_scale=layer.beta_scale,
     )

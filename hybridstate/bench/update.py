@@ -2,13 +2,14 @@
 
 Each format is first checked against float64 at the very dimensions it will be timed at; a failed check ends the
 bench. Dense formats are tuned at every batch over several layouts, so that a speed-up is over the best of them and
-not over a default. The pass `x += 1` over as many bytes, in the same run, is the bandwidth a step cannot exceed.
-Inputs and states are random and say so.
+not over a default. Gates come as log decays and strengths, or fused from raw projections. The pass `x += 1` over as
+many bytes, in the same run, is the bandwidth a step cannot exceed. Inputs and states are random and say so.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from typing import Any, Final
 
 import torch
@@ -19,14 +20,17 @@ from hybridstate.bench.layers import (
     PUBLISHED,
     UpdateDims,
     input_dtype,
+    random_fusion,
     random_inputs,
 )
 from hybridstate.bench.peers import peer_rows
 from hybridstate.bench.timing import Samples, device_record, measure_launches, rotation
+from hybridstate.bench.update_report import UpdateReport, UpdateRow
 from hybridstate.defaults import GROUP
 from hybridstate.errors import MissingRequirement, NumericError, UsageError
 from hybridstate.kernels import update
-from hybridstate.kernels.layout import DenseLayout, PackedLayout
+from hybridstate.kernels.fusion import NO_FUSION, StepFusion
+from hybridstate.kernels.layout import DenseLayout, Layout, PackedLayout
 
 __all__ = [
     "EMBEDDED",
@@ -45,7 +49,8 @@ FORMATS: Final = ("fp32", "bf16", "fp16", "damp")
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 CPU_BATCHES: Final = (1, 2)
-GPU_BATCHES: Final = (1, 4, 16, 64, 256)
+GPU_BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+GATES: Final = ("fused", "given")
 TUNING_SAMPLES: Final = 7
 PACK_SLOTS: Final = 32
 """Random states are packed this many at a time and repeated over the pool."""
@@ -56,7 +61,7 @@ class Configuration:
     """One implementation of one format."""
 
     backend: str
-    layout: update.Layout
+    layout: Layout
     columns: int | None = None
     warps: int = 1
 
@@ -80,103 +85,12 @@ class Configuration:
         return partial(triton_update.dense_step, columns=self.columns, warps=self.warps)
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateRow:
-    """One format at one batch size.
-
-    Attributes:
-        state_bytes: states read and written by one step.
-        io_bytes: q, k, v, gates, output and slots.
-        pools: distinct sets of slots the launches rotate over.
-        step, memory_pass: seconds of one step, and of `x += 1` over `state_bytes`.
-        check: errors against float64 at these dimensions.
-        tried: median seconds of every configuration, by label.
-    """
-
-    dims: UpdateDims
-    batch: int
-    state: str
-    backend: str
-    configuration: str
-    bits_per_value: float
-    state_bytes: int
-    io_bytes: int
-    pools: int
-    step: Samples
-    memory_pass: Samples
-    check: dict[str, Any]
-    tried: dict[str, float]
-
-    @property
-    def gb_per_s(self) -> float:
-        """All bytes of a step over its median time."""
-        return (self.state_bytes + self.io_bytes) / self.step.median / 1e9
-
-    @property
-    def pass_gb_per_s(self) -> float:
-        """The same for the in-place pass: what this device reaches on these bytes."""
-        return self.state_bytes / self.memory_pass.median / 1e9
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values with every sample."""
-        return {
-            "dims": asdict(self.dims),
-            "batch": self.batch,
-            "state": self.state,
-            "backend": self.backend,
-            "configuration": self.configuration,
-            "bits_per_value": self.bits_per_value,
-            "state_bytes": self.state_bytes,
-            "io_bytes": self.io_bytes,
-            "pools": self.pools,
-            "step_s": self.step.to_json(),
-            "gb_per_s": self.gb_per_s,
-            "pass_s": self.memory_pass.to_json(),
-            "pass_gb_per_s": self.pass_gb_per_s,
-            "check": self.check,
-            "tried_s": self.tried,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateReport:
-    """Everything measured, and on what."""
-
-    device: dict[str, Any]
-    protocol: dict[str, Any]
-    rows: tuple[UpdateRow, ...]
-    peers: tuple[dict[str, Any], ...] = ()
-
-    def speedups(self) -> list[dict[str, Any]]:
-        """Median FP32 time over each other format's, at equal dimensions and batch."""
-        base = {(r.dims, r.batch): r.step.median for r in self.rows if r.state == "fp32"}
-        return [
-            {
-                "dims": r.dims.name,
-                "batch": r.batch,
-                "state": r.state,
-                "fp32_over_this": base[r.dims, r.batch] / r.step.median,
-            }
-            for r in self.rows
-            if r.state != "fp32" and (r.dims, r.batch) in base
-        ]
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values with every sample."""
-        return {
-            "device": self.device,
-            "protocol": self.protocol,
-            "rows": [row.to_json() for row in self.rows],
-            "speedups": self.speedups(),
-            "peers": list(self.peers),
-        }
-
-
 def run_update(
     *,
     dims: Sequence[UpdateDims] = (*EMBEDDED, *PUBLISHED),
     batches: Sequence[int] | None = None,
     formats: Sequence[str] = FORMATS,
+    gates: Sequence[str] | None = None,
     device: torch.device | str = "cpu",
     samples: int = 30,
     warmup: int = 3,
@@ -189,6 +103,7 @@ def run_update(
         dims: layers to run.
         batches: requests per step; None means small ones on a CPU, 1 to 256 on a GPU.
         formats: of `FORMATS`.
+        gates: of `GATES`; None means fused on a GPU, given on a CPU.
         device: where to run; on a CPU the reference runs and the report says so.
         samples, warmup: rounds of measurement and before it.
         seed: of inputs and states.
@@ -202,21 +117,25 @@ def run_update(
     device = torch.device(device)
     on_gpu = device.type == "cuda"
     batches = tuple(batches or (GPU_BATCHES if on_gpu else CPU_BATCHES))
-    _check_arguments(formats, batches, samples, device)
+    gates = tuple(gates or (GATES[:1] if on_gpu else GATES[1:]))
+    _check_arguments(formats, batches, gates, samples, device)
     report: Progress = progress or (lambda _stage, _done, _total: None)
     rows: list[UpdateRow] = []
-    total = len(dims) * len(batches) * len(formats)
-    for layer in dims:
-        for state in formats:
-            checked = {
-                c: _checked(c, layer, state, device) for c in _configurations(layer, state, device)
-            }
-            for batch in batches:
-                rows.append(_measured(layer, state, batch, checked, device, samples, warmup, seed))
-                report("updates", len(rows), total)
-    peers = peer_rows(dims, batches, device, samples, warmup, seed, report)
+    total = len(dims) * len(batches) * len(formats) * len(gates)
+    for layer, gate, state in product(dims, gates, formats):
+        fused = gate == "fused"
+        checked = {
+            c: _checked(c, layer, state, device, fused)
+            for c in _configurations(layer, state, device)
+        }
+        for batch in batches:
+            row = _measured(layer, state, batch, checked, device, samples, warmup, seed, fused)
+            rows.append(row)
+            report("updates", len(rows), total)
+    peers = peer_rows(dims, batches, gates, device, samples, warmup, seed, report)
     protocol = {
-        "inputs": "synthetic: normal q, k, v and states, decay exp(-U(0, 0.2))",
+        "inputs": "synthetic: normal q, k, v and states; decay exp(-U(0, 0.2)) or random raw gates",
+        "gates": list(gates),
         "input_dtype": str(input_dtype(device)).removeprefix("torch."),
         "timing": "CUDA graph replay over rotated slots" if on_gpu else "wall clock",
         "backend_note": None if on_gpu else "reference in torch: says nothing about the kernels",
@@ -229,8 +148,14 @@ def run_update(
 
 
 def _check_arguments(
-    formats: Sequence[str], batches: Sequence[int], samples: int, device: torch.device
+    formats: Sequence[str],
+    batches: Sequence[int],
+    gates: Sequence[str],
+    samples: int,
+    device: torch.device,
 ) -> None:
+    if not set(gates) <= set(GATES):
+        raise UsageError(f"unknown gate in {list(gates)}", hint=f"choose from {', '.join(GATES)}")
     unknown = [x for x in formats if x not in FORMATS]
     if unknown or not formats:
         raise UsageError(
@@ -266,6 +191,11 @@ def _configurations(layer: UpdateDims, state: str, device: torch.device) -> list
             (columns, 32, 4),
         )
     ]
+    fragment = PackedLayout(key_dim, value_dim, 0).has_fragment_order
+    if device.type == "cuda" and fragment and state != "fp32":
+        sixteen = DenseLayout(key_dim, value_dim, _DTYPES[state], "fragment")
+        if update.backend(device, sixteen) == "gluon":
+            found.append(Configuration("gluon", sixteen))
     if value_dim % 8 == 0:
         tiles = DenseLayout(key_dim, value_dim, _DTYPES[state], "tiles", 8)
         found.append(Configuration("triton", tiles, 8, 1))
@@ -273,7 +203,11 @@ def _configurations(layer: UpdateDims, state: str, device: torch.device) -> list
 
 
 def _checked(
-    configuration: Configuration, layer: UpdateDims, state: str, device: torch.device
+    configuration: Configuration,
+    layer: UpdateDims,
+    state: str,
+    device: torch.device,
+    fused: bool,
 ) -> dict[str, Any]:
     """Errors of one configuration at these dimensions.
 
@@ -289,6 +223,7 @@ def _checked(
         heads=layer.value_heads,
         batch=4,
         scaled=configuration.scaled,
+        fused=fused,
         step=configuration.step(),
     )
     if found.problem is not None:
@@ -309,23 +244,25 @@ def _measured(
     samples: int,
     warmup: int,
     seed: int,
+    fused: bool,
 ) -> UpdateRow:
     """Time every configuration briefly, the fastest one fully, and the in-place pass."""
     first = next(iter(checked))
     head_bytes = first.layout.head_bytes
     moved = 2 * batch * layer.value_heads * head_bytes
     sets = rotation(moved // 2, device)
-    inputs = random_inputs(layer, batch, device, seed)
+    inputs = random_inputs(layer, batch, device, seed, fused=fused)
+    fusion = random_fusion(layer, device, seed, fused=fused)
     tried: dict[str, float] = {}
     best, best_time = first, float("inf")
     if len(checked) > 1:
         for candidate in checked:
-            launches = _launches(candidate, layer, batch, sets, inputs, seed)
+            launches = _launches(candidate, layer, batch, sets, inputs, seed, fusion)
             found = _timed(candidate, launches, device, 1, TUNING_SAMPLES)
             tried[candidate.label] = found.median
             if found.median < best_time:
                 best, best_time = candidate, found.median
-    launches = _launches(best, layer, batch, sets, inputs, seed)
+    launches = _launches(best, layer, batch, sets, inputs, seed, fusion)
     step = _timed(best, launches, device, warmup, samples)
     del launches  # the pools of states make room for the pass
     memory = torch.ones(sets, moved // 8, dtype=torch.float32, device=device)
@@ -346,6 +283,7 @@ def _measured(
         memory_pass=memory_pass,
         check=checked[best],
         tried=tried,
+        gate="fused" if fused else "given",
     )
 
 
@@ -367,6 +305,7 @@ def _launches(
     sets: int,
     inputs: tuple[Tensor, ...],
     seed: int,
+    fusion: StepFusion = NO_FUSION,
 ) -> list[Callable[[], None]]:
     """One launch per set of `batch` slots of one pool; slots are a random permutation."""
     *vectors, out = inputs
@@ -382,12 +321,12 @@ def _launches(
     step = configuration.step()
     # Copies, because a kernel is compiled anew for pointers of another alignment.
     return [
-        partial(step, *vectors, pool, slots.clone(), out, scale, layout)
+        partial(step, *vectors, pool, slots.clone(), out, scale, layout, fusion)
         for slots in order.split(batch)
     ]
 
 
-def _pool(layout: update.Layout, slots: int, heads: int, device: torch.device, seed: int) -> Tensor:
+def _pool(layout: Layout, slots: int, heads: int, device: torch.device, seed: int) -> Tensor:
     """Random states in storage order."""
     generator = torch.Generator(device).manual_seed(seed)
     count = min(slots, PACK_SLOTS)

@@ -57,16 +57,45 @@ def test_every_sample_is_kept_and_rates_follow_from_the_median(report: UpdateRep
 
 def test_speed_ups_compare_equal_sizes_only(report: UpdateReport) -> None:
     fast = replace(report.rows[0], step=Samples([2.0]))
+    sixteen = replace(fast, state="fp16", step=Samples([1.0]))
     packed = replace(report.rows[0], state="damp", step=Samples([0.5]))
     other = replace(packed, batch=7)
-    found = UpdateReport({}, {}, (fast, packed, other)).speedups()
-    assert found == [{"dims": "small", "batch": 1, "state": "damp", "fp32_over_this": 4.0}]
+    raw = replace(packed, gate="fused")
+    entry = {"dims": "small", "batch": 1, "gate": "given"}
+    found = UpdateReport({}, {}, (fast, packed, other, raw)).speedups()
+    assert found == [entry | {"state": "damp", "fp32_over_this": 4.0}]
+    peer = entry | {
+        "peer": "p 1", "kernel": "k", "state": "fp32", "in_place": False, "step_s": {"median": 1.5},
+    }  # fmt: skip
+    broken = entry | {"peer": "p 1", "kernel": "b", "state": "fp32", "failed": "no"}
+    fastest = UpdateReport({}, {}, (fast, sixteen, packed, raw), (peer, broken)).fastest()
+    assert fastest[0]["fastest"] == {
+        "fp32, in place": {"who": f"ours: {fast.configuration}", "seconds": 2.0, "over_damp": 4.0},
+        "fp32, out of place": {"who": "p 1: k", "seconds": 1.5, "over_damp": 3.0},
+        "16-bit, in place": {
+            "who": f"ours: {fast.configuration}",
+            "seconds": 1.0,
+            "over_damp": 2.0,
+        },
+    }
+    assert fastest[1]["gate"] == "fused"
+    assert fastest[1]["fastest"] == {}
+
+
+def test_gates_from_raw_projections_are_rows_of_their_own() -> None:
+    layer = replace(CHANNELS, lower_bound=-5.0)
+    found = run_update(dims=(layer,), batches=(1,), gates=("fused", "given"), samples=1)
+    assert [(r.gate, r.state) for r in found.rows] == [
+        (gate, state) for gate in ("fused", "given") for state in ("fp32", "bf16", "fp16", "damp")
+    ]
+    with pytest.raises(UsageError, match="unknown gate"):
+        run_update(dims=(layer,), batches=(1,), gates=("neither",), samples=1)
 
 
 def test_a_wrong_step_ends_the_bench_before_anything_is_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def wrong(q, k, v, g, beta, pool, slots, out, scale, layout):  # type: ignore[no-untyped-def]
+    def wrong(q, k, v, g, beta, pool, slots, out, scale, layout, fusion):  # type: ignore[no-untyped-def]
         out.zero_()
 
     timed: list[object] = []
@@ -106,6 +135,7 @@ def test_a_gpu_tunes_dense_formats_and_runs_the_packed_kernel() -> None:
     rows = {row.state: row for row in found.rows}
     assert rows["damp"].backend in ("gluon", "triton")
     assert len(rows["fp32"].tried) == 7
+    assert len(rows["bf16"].tried) == 8
     assert rows["fp32"].pools * 4 * 4 * 128 * 128 * 4 >= 4 * found.device["l2_bytes"]
 
 
@@ -122,7 +152,7 @@ def test_every_configuration_a_gpu_would_time_is_right(
     found = bench._configurations(layer, state, cpu)
     assert len({c.label for c in found}) == len(found) == (1 if state == "damp" else 7)
     for configuration in found:
-        bench._checked(configuration, layer, state, cpu)
+        bench._checked(configuration, layer, state, cpu, fused=True)
         inputs = random_inputs(layer, 2, cpu, seed=0)
         bench._launches(configuration, layer, 2, 2, inputs, seed=0)[1]()
         assert torch.isfinite(inputs[-1]).all()
