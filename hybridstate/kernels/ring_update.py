@@ -19,6 +19,7 @@ from hybridstate.kernels import ring_reference
 from hybridstate.kernels.fusion import NO_FUSION, StepFusion, draw_fusion
 from hybridstate.kernels.layout import PackedLayout
 from hybridstate.kernels.ring_reference import Ring
+from hybridstate.kernels.update import Choice, _canonical
 
 Name = Literal["gluon", "triton", "reference"]
 
@@ -71,7 +72,7 @@ def ring_step(
                 "a ring takes neither a key index nor a counter of clipped values",
                 hint="Permute the weights (export), or use packed_step.",
             )
-    name = choose(str(v.device), layout) if backend == "auto" else backend
+    name = _choose(_canonical(v.device), layout).name if backend == "auto" else backend
     rows = [x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v)]
     functions(name, layout)[0](
         *rows,
@@ -100,7 +101,7 @@ def ring_flush(
 
     Costs one requantisation, as any rewrite; slots whose ring is empty are left alone, padding (-1) too.
     """
-    name = choose(str(pool.device), layout) if backend == "auto" else backend
+    name = _choose(_canonical(pool.device), layout).name if backend == "auto" else backend
     functions(name, layout)[1](pool, ring, slots, layout)
 
 
@@ -134,18 +135,25 @@ def functions(name: Name, layout: PackedLayout) -> tuple[Callable[..., None], Ca
     )
 
 
+def backend(device: torch.device | str, layout: PackedLayout) -> Choice:
+    """Implementation that `backend="auto"` uses, and why; the first call per device and layout tests it (seconds)."""
+    return _choose(_canonical(device), layout)
+
+
 @lru_cache(maxsize=64)
-def choose(device: str, layout: PackedLayout) -> Name:
-    """Implementation that `backend="auto"` uses; the first call per device and layout tests it (seconds)."""
+def _choose(device: str, layout: PackedLayout) -> Choice:
     if not device.startswith("cuda"):
-        return "reference"
+        return Choice("reference", f"reference: no kernel runs on {device}")
     name: Name = "gluon" if layout.order == "fragment" else "triton"
     try:
         step, flush = functions(name, layout)
-        problems = [check(step, flush, device, layout, per_channel=x) for x in (False, True)]
-        return "reference" if any(p["problem"] for p in problems) else name
-    except Exception:  # compilers and drivers raise anything
-        return "reference"
+        found = [check(step, flush, device, layout, per_channel=x) for x in (False, True)]
+        problem = next((x["problem"] for x in found if x["problem"]), None)
+    except Exception as error:  # compilers and drivers raise anything; the reason is reported
+        problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    if problem is None:
+        return Choice(name, f"{name}: passed its self-test on {device}")
+    return Choice("reference", f"{name}: {problem}; reference: what is left")
 
 
 def check(
