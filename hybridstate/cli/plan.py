@@ -321,6 +321,10 @@ def _validation_note(calibration: "CalibrationBlock") -> str:
         text += f"; two halves of the prompts share {calibration.split_agreement:.0%} of channels"
     if calibration.split_agreement_random is not None:
         text += f" (chance {calibration.split_agreement_random:.1%})"
+    if (calibration.repeated_32gram_share or 0.0) > 0.5:
+        text += (
+            f"; {calibration.repeated_32gram_share:.0%} of its text repeats itself: the model loops"
+        )
     return text
 
 

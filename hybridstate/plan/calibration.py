@@ -168,6 +168,7 @@ def _parse(folder: Path, content: dict[str, Any], arrays: dict[str, NDArray[Any]
             "seed": content.get("seed"),
             "split_agreement": content.get("split_agreement"),
             "split_agreement_random": content.get("split_agreement_random"),
+            "repeated_32gram_share": content.get("repeated_32gram_share"),
             "validation_sequences": content.get("validation_sequences"),
             "validation_positions": content.get("validation_positions"),
             "validation": [

@@ -252,7 +252,8 @@ class CalibrationBlock(Block):
     """Where the risk came from and how the selection did on prompts it never saw.
 
     `split_agreement` is the share of protected channels that two halves of the prompts have in
-    common, `split_agreement_random` what chance gives.
+    common, `split_agreement_random` what chance gives, `repeated_32gram_share` the share of generated
+    stretches of 32 tokens that occurred before: above one half the text loops and says little.
     """
 
     protocol: Annotated[dict[str, JsonValue], Field(description="options of the calibration")]
@@ -261,6 +262,7 @@ class CalibrationBlock(Block):
     seed: int | None = None
     split_agreement: float | None = None
     split_agreement_random: float | None = None
+    repeated_32gram_share: float | None = None
     validation_sequences: Count | None = None
     validation_positions: Count | None = None
     validation: tuple[ValidationRow, ...] = ()
@@ -336,6 +338,8 @@ def to_content(document: PlanDocument) -> dict[str, Any]:
     content = document.model_dump(mode="json", by_alias=True)
     if document.schema_version < 2 and content["selection"] is not None:
         del content["selection"]["measured"]
+    if document.schema_version < 2 and content["calibration"] is not None:
+        del content["calibration"]["repeated_32gram_share"]
     return content
 
 

@@ -39,7 +39,7 @@ PER_SEED: Final = (*SPREAD_OF, "fingerprint", "seed", "skipped")
 
 
 class OutOfTime(HybridStateError):
-    """The deadline came before any seed was finished."""
+    """The deadline came before the run, or its first seed, was finished."""
 
     exit_code = 2
     code = "usage"
@@ -115,8 +115,8 @@ class Clock:
         """Raise `OutOfTime` when the time is over."""
         if self.seconds is not None and time.monotonic() - self._start > self.seconds:
             raise OutOfTime(
-                f"stopped after {self.seconds:g} s, before any seed was finished",
-                hint="finished batches are kept: the same command continues",
+                f"stopped after {self.seconds:g} s with seeds left to do",
+                hint="finished batches and seeds are kept: the same command continues",
             )
 
     def watched(self, progress: Progress | None, prefix: str) -> Progress:

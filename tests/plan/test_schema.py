@@ -57,3 +57,14 @@ def test_document_needs_selection_or_precision() -> None:
     content |= {"selection": None, "precision": None, "layout_id": None}
     with pytest.raises(ValidationError, match=r"DASC.*DAMP"):
         PlanDocument.model_validate_json(json.dumps(content))
+
+
+def test_a_looping_calibration_is_kept_and_shown_by_the_plan() -> None:
+    from hybridstate.cli.plan import _validation_note
+    from hybridstate.plan.schema import CalibrationBlock
+
+    block = {"protocol": {"profile": "paper"}, "fingerprint": "x", "prompt_digests": {}}
+    looping = CalibrationBlock.model_validate(block | {"repeated_32gram_share": 0.62})
+    assert "62% of its text repeats itself" in _validation_note(looping)
+    fine = CalibrationBlock.model_validate(block | {"repeated_32gram_share": 0.03})
+    assert "repeats" not in _validation_note(fine)
