@@ -44,7 +44,8 @@ def _device() -> dict[str, Any]:
     try:
         import torch
     except ImportError as error:
-        return {"torch": str(error), "cuda": None, "gpus": [], "kernels": None}
+        absent: dict[str, Any] = {"kernels": None, "kernels_reason": None, "kernel_dims": []}
+        return {"torch": str(error), "cuda": None, "gpus": [], **absent}
     gpus = [
         {
             "name": torch.cuda.get_device_name(i),
@@ -57,20 +58,40 @@ def _device() -> dict[str, Any]:
         "torch": "ok",
         "cuda": torch.version.cuda,
         "gpus": gpus,
-        "kernels": _kernel_backend("cuda" if gpus else "cpu"),
+        **_kernels("cuda" if gpus else "cpu"),
     }
 
 
-def _kernel_backend(device: str) -> str | None:
-    """Backend of the decode kernel for the paper's format, or None where it cannot be told."""
+KERNEL_DIMS = ((128, 128), (64, 64), (96, 192), (256, 256), (256, 512))
+"""Key and value channels per head that released models have; the first is the paper's."""
+
+
+def _kernels(device: str) -> dict[str, Any]:
+    """The decode kernel that runs the paper's format here and why, tested now, and what other sizes may use.
+
+    Other sizes are tested when they are first used; here they say only whether the matrix kernel exists for them.
+    """
     import torch
 
-    from hybridstate.defaults import GROUP
     from hybridstate.kernels.layout import PackedLayout
-    from hybridstate.kernels.update import backend
+    from hybridstate.kernels.update import backend, backend_reason
 
-    layout = PackedLayout(key_dim=128, value_dim=128, k_hi=16, group=GROUP)
-    return str(backend(torch.device(device), layout))
+    paper = PackedLayout(*KERNEL_DIMS[0], k_hi=16)
+    chosen, reason = (f(torch.device(device), paper) for f in (backend, backend_reason))
+    dims = []
+    for key_dim, value_dim in KERNEL_DIMS:
+        layout = PackedLayout(key_dim, value_dim, 16 * max(1, round(key_dim / 128)))
+        obstacle = layout.fragment_obstacle
+        dims.append(
+            {
+                "key_dim": key_dim,
+                "value_dim": value_dim,
+                "layout": layout.layout_id,
+                "matrix_kernel": obstacle is None,
+                "why": obstacle or "fits the matrix instruction",
+            }
+        )
+    return {"kernels": str(chosen), "kernels_reason": reason, "kernel_dims": dims}
 
 
 def _hub() -> dict[str, Any]:
@@ -125,6 +146,20 @@ def _show(
     else:
         output.text("")
         output.text(f"no GPU: calibrate and bench run on the CPU, decode kernels: {kernels}")
+    if device["kernel_dims"]:
+        output.table(
+            "decode kernels of the packed state",
+            ("key x value channels", "kernel that fits", "why"),
+            [
+                (
+                    f"{d['key_dim']} x {d['value_dim']}",
+                    "matrix (Gluon)" if d["matrix_kernel"] else "plain Triton",
+                    d["why"],
+                )
+                for d in device["kernel_dims"]
+            ],
+            note=f"chosen here for 128 x 128: {device['kernels_reason']}",
+        )
     output.table(
         "embedded models",
         ("name", "family", "bytes"),

@@ -26,3 +26,18 @@ def test_doctor_tells_of_a_login_and_keeps_the_token(
     if options:
         found = json.loads(ran.stdout)["result"]["hub"]
         assert (found["logged_in"], found["offline"], found["cached_bytes"]) == (True, True, 123)
+
+
+def test_doctor_says_which_kernel_fits_each_size_and_why() -> None:
+    ran = CliRunner().invoke(app, ["doctor", "--json"])
+    device = json.loads(ran.stdout)["result"]["device"]
+    assert (
+        device["kernels_reason"].startswith(device["kernels"])
+        or "passed" in device["kernels_reason"]
+    )
+    dims = {(d["key_dim"], d["value_dim"]): d for d in device["kernel_dims"]}
+    assert dims[96, 192]["matrix_kernel"]
+    assert not dims[256, 512]["matrix_kernel"]
+    assert "outside 64 to 256" in dims[256, 512]["why"]
+    text = CliRunner().invoke(app, ["doctor"]).stdout
+    assert "256 x 512 is outside 64 to 256" in text
