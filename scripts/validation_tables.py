@@ -158,7 +158,10 @@ def _choice(choice: Result) -> str:
     if choice["flat"]:
         return f"{name} is flat over the grid of a_s and chooses nothing."
     border = ", the end of the grid" if choice["at_border"] else ""
-    return f"{name} chooses {choice['gate_input']:g}{border}."
+    return (
+        f"{name} chooses {choice['gate_input']:g}{border} (objective {choice['value']:.3f} there, "
+        f"{choice['worst']:.3f} at worst)."
+    )
 
 
 def _points(arm: Result) -> str:

@@ -90,7 +90,7 @@ def _choice(choice: Found) -> str:
     name, value = choice["objective"], choice["value"]
     if choice["flat"]:
         return f"{name}: flat over the grid, chooses nothing"
-    return f"{name}: {choice['gate_input']:g}, objective {value:.3f} there"
+    return f"{name}: {choice['gate_input']:g}, objective {value:.3f} there and {choice['worst']:.3f} at worst"
 
 
 def intervention_table(out: Output, found: Found) -> None:

@@ -57,12 +57,20 @@ class GateInputChoice:
     constant_pairs: int
     at_border: bool
 
+    @property
+    def worst(self) -> float | None:
+        """The objective where it is worst on the grid: how much the choice decides at all."""
+        known = [value for value in self.values if value is not None]
+        pick = min if self.objective == "rank" else max
+        return pick(known) if known else None
+
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values, the grid beside the objective."""
         return {
             "objective": self.objective,
             "gate_input": self.gate_input,
             "value": self.value,
+            "worst": self.worst,
             "flat": self.flat,
             "at_border": self.at_border,
             "pairs": self.pairs,

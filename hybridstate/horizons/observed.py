@@ -176,15 +176,16 @@ def layer_agreements(
     indices: Sequence[int],
 ) -> tuple[LayerAgreement, ...]:
     """Every layer on its own; `indices` are the block indices of the linear layers."""
-    return tuple(
-        LayerAgreement(
-            index,
-            rank_agreement([horizons], [layer]).median,
-            rank_agreement([horizons], [magnitude]).median,
-            tuple(rank_correlation(horizons, prefix) for prefix in layer),
-            tuple(rank_correlation(horizons, prefix) for prefix in magnitude),
-        )
-        for index, horizons, layer, magnitude in zip(
-            indices, static, observed, magnitudes, strict=True
-        )
-    )
+    found = []
+    for index, horizons, layer, magnitude in zip(
+        indices, static, observed, magnitudes, strict=True
+    ):
+        ours = tuple(rank_correlation(horizons, prefix) for prefix in layer)
+        norms = tuple(rank_correlation(horizons, prefix) for prefix in magnitude)
+        found.append(LayerAgreement(index, _median(ours), _median(norms), ours, norms))
+    return tuple(found)
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.median(known)) if known else None

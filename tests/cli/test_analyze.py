@@ -133,6 +133,7 @@ class Observed:
         }
         tier = {"tier": 1024, "eligible": 9, "tokenised": 9, "qualified": 7, "selected": 8}
         choice = {"objective": "rank", "gate_input": 0.7, "value": 0.9, "flat": False}
+        choice |= {"worst": 0.85}
         domain = {"domain": "math", "sequences": 2, "tokens": 64, "with_reference": None}
         return agreed | {
             "source": "a book",
@@ -164,7 +165,7 @@ def test_validation_is_tabled_and_carried_in_json(
     assert "observed horizon H_e              0.988" in table.stdout
     assert "8 of 1,024 tokens, 1 shorter than asked for" in table.stdout
     assert "4,232" in table.stdout
-    assert "rank: 0.7, objective 0.900 there" in table.stdout
+    assert "rank: 0.7, objective 0.900 there and 0.850 at worst" in table.stdout
     assert "the rank objective is flat" in table.stderr
     assert calls[0]["w_max"] == [64]
     assert calls[0]["device"] == "cpu"

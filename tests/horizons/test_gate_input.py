@@ -85,6 +85,7 @@ def test_the_rank_objective_is_the_median_of_spearman() -> None:
     ]
     assert found.values == pytest.approx(expected, abs=1e-12)
     assert found.value == pytest.approx(max(expected))
+    assert found.worst == pytest.approx(min(expected))
     best = [a for a, value in zip(GRID, expected, strict=True) if value > max(expected) - 1e-9]
     assert found.gate_input == min(best, key=lambda a: (abs(a), a))
 

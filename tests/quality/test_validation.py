@@ -32,6 +32,7 @@ from hybridstate.trajectories.model import (
 )
 from hybridstate.trajectories.prefixes import Prefixes
 from hybridstate.trajectories.prompts import heldout_text
+from tests.families.saved import available, save
 from tests.tolerances import assert_within
 
 SEQUENCES = [np.random.default_rng(row).integers(3, 97, n) for row, n in enumerate((40, 23, 40, 1))]
@@ -74,7 +75,12 @@ def mean_log_decay(loaded: LoadedModel, tokens: NDArray[np.int64]) -> list[F64]:
         decay = loaded.checkpoint.decay(layer)
         a = inputs[layer.index][0].reshape(len(tokens), *decay.dt_bias.shape)
         rate = np.exp(decay.a_log if decay.dt_bias.ndim == 1 else decay.a_log[:, None])
-        found.append((-rate * np.log1p(np.exp(a + decay.dt_bias))).mean(axis=0))
+        if loaded.spec.gate == "softplus":
+            g = -rate * np.log1p(np.exp(a + decay.dt_bias))
+        else:
+            assert loaded.spec.lower_bound is not None
+            g = loaded.spec.lower_bound / (1 + np.exp(-rate * (a + decay.dt_bias)))
+        found.append(g.mean(axis=0))
     return found
 
 
@@ -85,6 +91,18 @@ def test_mean_log_decays_follow_the_gate_without_padding(loaded: LoadedModel) ->
             mean_log_decay(loaded, tokens), seen.mean_log_decay, strict=True
         ):
             assert layer[row] == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.skipif(not available("glm5_next"), reason="this transformers has no glm5_next")
+def test_the_safe_gate_is_observed_too(tmp_path: Path) -> None:
+    """The stand-in for Kimi-K3."""
+    loaded = load_model(save("glm5_next", tmp_path / "glm5_next"))
+    assert loaded.spec.gate == "safe"
+    seen = observe(loaded, SEQUENCES)
+    for expected, layer in zip(
+        mean_log_decay(loaded, SEQUENCES[1]), seen.mean_log_decay, strict=True
+    ):
+        assert layer[1] == pytest.approx(expected, rel=2e-5)
 
 
 def test_magnitudes_are_those_of_states_decoded_token_by_token(loaded: LoadedModel) -> None:
