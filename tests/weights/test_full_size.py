@@ -104,11 +104,15 @@ def test_an_export_of_163_gb_needs_the_memory_of_its_largest_moved_tensors(
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
-def test_a_killed_export_leaves_no_folder_that_looks_finished(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key_order", ["shared", "expand"])
+def test_a_killed_export_leaves_no_folder_that_looks_finished(
+    key_order: str, tmp_path: Path
+) -> None:
+    code = KILLED.replace("progress=die", f"progress=die, key_order={key_order!r}")
     model = write_checkpoint(tmp_path / "model", "qwen3_5", value_heads=6, shards=3)
     calibration = write_calibration(tmp_path / "calibration", model)
     out = tmp_path / "out"
-    assert run(KILLED, model, out, calibration).returncode == -signal.SIGKILL
+    assert run(code, model, out, calibration).returncode == -signal.SIGKILL
     assert not out.exists()
     left = [path for path in tmp_path.iterdir() if path.name not in ("model", "calibration")]
     assert len(left) == 1
@@ -116,7 +120,7 @@ def test_a_killed_export_leaves_no_folder_that_looks_finished(tmp_path: Path) ->
     assert {p.name for p in left[0].rglob("*") if p.is_file()} == {
         "model-00001-of-00003.safetensors"
     }  # no config, no index, no plan: nothing loads it
-    code = KILLED.replace("os.kill(os.getpid(), signal.SIGKILL)", "pass")
+    code = code.replace("os.kill(os.getpid(), signal.SIGKILL)", "pass")
     assert run(code, model, out, calibration).returncode == 0
     assert (out / "config.json").is_file()
     assert os.listdir(out / "state_plan")

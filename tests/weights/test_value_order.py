@@ -166,3 +166,39 @@ def test_an_interval_is_counted_and_refused_by_this_engine(tmp_path: Path, tiny_
     assert replace(plain_arm("int8-step"), every=8).ring_bits(layer, per_channel=False) == extra
     with pytest.raises(PlanMismatch, match="every 8th update"):
         DecodeEngine(load_model(str(tiny_gdn)), state="damp", slots=1, plan=made.plan)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"key_order": "expand", "value_order": "fold"},
+        {"value_order": "common", "tp": 2, "balance": "hybrid"},
+        {"key_order": "per-head", "value_order": "common"},
+    ],
+    ids=lambda o: "-".join(str(v) for v in o.values()),
+)
+def test_two_exports_are_byte_equal_kernels_included(
+    options: dict[str, Any], tmp_path: Path, tiny_gdn: Path
+) -> None:
+    calibration = write_calibration(tmp_path / "cal", tiny_gdn, values=True)
+    for name in ("a", "b"):
+        out = tmp_path / name
+        api.export_plan(
+            tiny_gdn, out=out, w_max=64, calibration=calibration, kernels=out / "kernels", **options
+        )
+    files = sorted(
+        p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*") if p.is_file()
+    )
+    assert Path("kernels/packed_update.py") in files
+    assert Path("config.json") in files
+    for file in files:
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
+    found = api.verify(
+        tiny_gdn, tmp_path / "a", prompts=1, prompt_tokens=24, new_tokens=3, bf16=False
+    )
+    assert found.packed is not None
+    assert found.packed.recurrence_error <= RECURRENCE_ERROR
+    text = (tmp_path / "a" / "kernels" / "packed_update.py").read_text()
+    assert "VALUE_SCALE_TEXT" in text
+    assert ("KEY_INDEX_TEXT" in text) is (options.get("key_order") == "per-head")
+    assert "VALUE_INDEX_TEXT" not in text
