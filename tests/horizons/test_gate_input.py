@@ -150,7 +150,7 @@ def test_a_recorded_choice_is_taken_for_its_own_model(tiny_kda: Path, tmp_path: 
     assert read_gate_input(tmp_path, digests, objective="median") == -1.0
     with pytest.raises(UsageError, match="not both"):
         resolve_gate_input(checkpoint, given=0.2, measured=file)
-    with pytest.raises(PlanMismatch, match="another checkpoint: decay digest .*has 0000"):
+    with pytest.raises(PlanMismatch, match=r"another checkpoint: decay digest .*has 0000"):
         read_gate_input(file, digests | {"decay": "0" * 64})
     file.write_text(json.dumps(recording(digests, flat=True)))
     with pytest.raises(UsageError, match="was flat over the grid"):
