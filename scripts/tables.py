@@ -253,17 +253,21 @@ def _precision_findings(result: Result) -> str:
 
 def update(result: Result) -> str:
     """Time of one recurrent update by layer, batch and state format."""
-    faster = {(s["dims"], s["batch"], s["state"]): s["fp32_over_this"] for s in result["speedups"]}
+    faster = {
+        (s["dims"], s["batch"], s.get("gate"), s["state"]): s["fp32_over_this"]
+        for s in result["speedups"]
+    }
     rows = []
     for row in result["rows"]:
-        name = row["dims"]["name"]
+        name, gate = row["dims"]["name"], row.get("gate")
+        fused = ", gate fused" if gate == "fused" else ""
         rows.append(
             [
-                f"{name}, batch {row['batch']}, {row['state']}",
+                f"{name}, batch {row['batch']}, {row['state']}{fused}",
                 str(row["backend"]),
                 f"{row['bits_per_value']:g}",
                 f"{1e6 * row['step_s']['median']:.3g} µs",
-                times(faster.get((name, row["batch"], row["state"]))),
+                times(faster.get((name, row["batch"], gate, row["state"]))),
                 f"{row['gb_per_s']:,.0f}",
                 "" if row["pass_gb_per_s"] is None else f"{row['pass_gb_per_s']:,.0f}",
             ]

@@ -108,6 +108,7 @@ def bench_update(
     *,
     plan: str | Path | None = None,
     states: Sequence[str] | None = None,
+    gates: Sequence[str] | None = None,
     batches: Sequence[int] | None = None,
     samples: int = 30,
     device: str = "auto",
@@ -120,6 +121,7 @@ def bench_update(
             and layers of released ones.
         plan: take its number of FP16 channels.
         states: of `fp32`, `bf16`, `fp16`, `damp`; all by default.
+        gates: of `fused` (raw projections enter the kernel) and `given`; fused on a GPU, given on a CPU by default.
         batches: requests per step.
         samples: measured rounds.
         device: `auto`, `cpu` or `cuda`.
@@ -156,6 +158,7 @@ def bench_update(
         dims=dims,
         batches=batches,
         formats=states or FORMATS,
+        gates=gates,
         device=target,
         samples=samples,
         progress=progress,

@@ -185,6 +185,16 @@ def update(
     ] = None,
     plan: PlanFolder = None,
     state: States = None,
+    gate: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--gate",
+            metavar="GATE",
+            help="fused (raw projections enter the kernel) or given; repeatable. "
+            "[default: fused on a GPU, given on a CPU]",
+            show_default=False,
+        ),
+    ] = None,
     batch: Batches = None,
     samples: Annotated[
         int, typer.Option("--samples", metavar="N", min=1, help="Measured rounds.")
@@ -209,6 +219,7 @@ def update(
             model,
             plan=plan,
             states=state,
+            gates=gate,
             batches=batch,
             samples=samples,
             device=device,

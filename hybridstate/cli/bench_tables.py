@@ -116,14 +116,19 @@ def _share(value: float, entry: dict[str, Any]) -> str:
 
 def update_tables(out: Output, result: dict[str, Any]) -> None:
     """One line per layer, batch and format."""
-    faster = {(s["dims"], s["batch"], s["state"]): s["fp32_over_this"] for s in result["speedups"]}
+    keys = ("dims", "batch", "gate", "state")
+    faster = {tuple(s[k] for k in keys): s["fp32_over_this"] for s in result["speedups"]}
     out.table(
         f"one update of the recurrent state on {result['device']['name']}",
-        ("layer", "batch", "state", "ran", "bits", "us", "p90", "GB/s", "pass GB/s", "FP32/this"),
+        (
+            *("layer", "batch", "gate", "state", "ran", "bits", "us", "p90"),
+            *("GB/s", "pass GB/s", "FP32/this"),
+        ),
         [
             (
                 row["dims"]["name"],
                 row["batch"],
+                row["gate"],
                 row["state"],
                 row["backend"],
                 row["bits_per_value"],
@@ -131,7 +136,7 @@ def update_tables(out: Output, result: dict[str, Any]) -> None:
                 1e6 * row["step_s"]["p90"],
                 row["gb_per_s"],
                 row["pass_gb_per_s"],
-                _times(faster.get((row["dims"]["name"], row["batch"], row["state"]))),
+                _times(faster.get((row["dims"]["name"], row["batch"], row["gate"], row["state"]))),
             )
             for row in result["rows"]
         ],
@@ -139,6 +144,31 @@ def update_tables(out: Output, result: dict[str, Any]) -> None:
         f"{result['protocol']['inputs']}; every step was first checked against float64"
         + _reference_note(result["rows"]),
     )
+    columns = ("fp32, in place", "fp32, out of place", "16-bit, in place", "16-bit, out of place")
+    if any(entry["fastest"] for entry in result["fastest"]):
+        out.table(
+            "the fastest of every other kernel, ours or a peer's, over the packed step's time",
+            ("layer", "batch", "gate", "damp us", *columns),
+            [
+                (
+                    entry["dims"],
+                    entry["batch"],
+                    entry["gate"],
+                    1e6 * entry["damp_s"],
+                    *(_times(entry["fastest"].get(c, {}).get("over_damp")) for c in columns),
+                )
+                for entry in result["fastest"]
+            ],
+            note="out of place: the kernel returns a fresh state instead of writing into the pool"
+            + "".join(f"; {p['peer']} {p['kernel']}: {p['failed']}" for p in _failed(result))
+            + _reference_note(result["rows"]),
+        )
+
+
+def _failed(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row of each peer kernel that could not be timed."""
+    found = {(p["peer"], p["kernel"]): p for p in result["peers"] if "failed" in p}
+    return list(found.values())
 
 
 def decode_tables(out: Output, result: dict[str, Any]) -> None:
