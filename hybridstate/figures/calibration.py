@@ -24,6 +24,8 @@ LABELLED = (
     *("damp", "damp+reorder", "damp-int4+reorder", "int8-every-16", "damp-every-16"),
 )
 """Formats that the picture of bits names."""
+KINDS = ("one format", "FP16 key channels", "deferred, with ring", "feedback, stochastic")
+"""What formats are drawn as, each in its own colour."""
 
 
 def calibration_figures(result: Result, model: str, folder: Path) -> tuple[str, ...]:
@@ -123,7 +125,10 @@ def bits_figure(result: Result, model: str, folder: Path) -> bool:
     groups: dict[str, list[Any]] = {}
     for row in rows:
         groups.setdefault(_kind(row["format"]), []).append(row)
-    for (kind, members), colour in zip(sorted(groups.items()), COLOURS, strict=False):
+    for kind, colour in zip(KINDS, COLOURS, strict=False):
+        members = groups.get(kind, [])
+        if not members:
+            continue
         x = [row["bits_per_value_with_ring"] for row in members]
         plane.errorbar(
             x,
@@ -219,7 +224,7 @@ def steps_figure(result: Result, model: str, folder: Path) -> bool:
 
 
 def _kind(name: str) -> str:
-    """What a format is drawn as."""
+    """Which of `KINDS` a format is."""
     if "-every-" in name:
         return "deferred, with ring"
     if "-feedback-" in name or name.endswith("stochastic"):
