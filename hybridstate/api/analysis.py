@@ -181,7 +181,8 @@ def validate_horizons(
     from hybridstate.checkpoint import require_weights
     from hybridstate.horizons.gate_input import Objective
     from hybridstate.quality.intervention import ProbeOptions, probe
-    from hybridstate.quality.validation import ValidationOptions, domain_sequences, validate
+    from hybridstate.quality.observation import domain_sequences
+    from hybridstate.quality.validation import ValidationOptions, validate
     from hybridstate.trajectories.documents import plain_text, read_documents
     from hybridstate.trajectories.model import load_model
     from hybridstate.trajectories.prefixes import choose_prefixes

@@ -14,13 +14,8 @@ from numpy.typing import NDArray
 
 from hybridstate import api
 from hybridstate.errors import NumericError, UsageError
-from hybridstate.quality.validation import (
-    ValidationOptions,
-    _groups,
-    decay_structure,
-    observe,
-    validate,
-)
+from hybridstate.quality.observation import _groups, decay_structure, observe
+from hybridstate.quality.validation import ValidationOptions, validate
 from hybridstate.trajectories.documents import plain_text
 from hybridstate.trajectories.model import (
     LoadedModel,
@@ -144,7 +139,7 @@ def test_a_state_that_is_not_finite_is_named(loaded: LoadedModel) -> None:
             state[0, 1, 2, 3] = math.nan
         return out, state
 
-    import hybridstate.quality.validation as module
+    import hybridstate.quality.observation as module
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "reference_prefill", broken)
