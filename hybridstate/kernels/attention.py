@@ -15,6 +15,7 @@ from torch import Tensor
 from hybridstate.errors import NumericError
 
 BLOCK = 32
+"""Cache columns of one step of a program."""
 PART_TOKENS = 1024
 """Cache columns of one part: a sequence of this length needs no second launch."""
 
@@ -78,12 +79,12 @@ def attention_kernel(
         if tl.max(seen.to(tl.int32), 0) > 0:
             at = row[:, None].to(tl.int64) * k_row
             k_main = tl.load(keys + at + col[None, :], seen[:, None] & (col < first)[None, :], 0.0)
-            scores = tl.dot(q_main, tl.trans(k_main))
+            scores = tl.dot(q_main, tl.trans(k_main), input_precision="ieee")
             if REST > 0:
                 k_rest = tl.load(
                     keys + at + first + rest[None, :], seen[:, None] & (rest < REST)[None, :], 0.0
                 )
-                scores += tl.dot(q_rest, tl.trans(k_rest))
+                scores += tl.dot(q_rest, tl.trans(k_rest), input_precision="ieee")
             scores = tl.where(seen[None, :], scores * scale, float("-inf"))
             higher = tl.maximum(top, tl.max(scores, 1))
             p = tl.exp(scores - higher[:, None])
@@ -98,7 +99,7 @@ def attention_kernel(
                     seen[:, None] & (vcol < DV)[None, :],
                     0.0,
                 )
-            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
     wide = tl.arange(0, KP if LATENT else VP)
     live = inside[:, None] & (wide < DV)[None, :]
     home = (batch * G + group) * SHARED + head
@@ -172,7 +173,7 @@ def attention_step(
         PART_TOKENS, scale, groups, heads // groups, depth, dv, latent, split,
         triton.next_power_of_2(max(16, heads // groups)), main, rest,
         triton.next_power_of_2(max(16, rest)), triton.next_power_of_2(max(16, dv)), BLOCK,
-        num_warps=warps or (8 if main > 256 else 4), num_stages=2 if main > 256 else 3,
+        num_warps=warps or 4, num_stages=2 if main > 256 else 3,
     )  # fmt: skip
     if split:
         join_kernel[(batch * heads,)](

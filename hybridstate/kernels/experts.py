@@ -90,8 +90,12 @@ def gate_up_kernel(
                 x + token[None, :] * x_row + at[:, None], fits[:, None] & live[None, :], 0.0
             )
             tile = inside & fits[None, :]
-            gate = tl.dot(tl.load(weight + at[None, :], tile, 0.0), xs, gate)
-            up = tl.dot(tl.load(weight + I * D + at[None, :], tile, 0.0), xs, up)
+            gate = tl.dot(
+                tl.load(weight + at[None, :], tile, 0.0), xs, gate, input_precision="ieee"
+            )
+            up = tl.dot(
+                tl.load(weight + I * D + at[None, :], tile, 0.0), xs, up, input_precision="ieee"
+            )
         # the twin rounds both projections to the dtype of x before the activation
         gate = gate.to(out.dtype.element_ty).to(tl.float32)
         up = up.to(out.dtype.element_ty).to(tl.float32)
@@ -125,7 +129,12 @@ def down_kernel(
                 fits[:, None] & live[None, :],
                 0.0,
             )
-            acc = tl.dot(tl.load(matrix + at[None, :], inside & fits[None, :], 0.0), ys, acc)
+            acc = tl.dot(
+                tl.load(matrix + at[None, :], inside & fits[None, :], 0.0),
+                ys,
+                acc,
+                input_precision="ieee",
+            )
         # the twin rounds the projection to the dtype of x before it is weighted
         share = tl.load(weights + home, live, 0.0).to(tl.float32)
         o = acc.to(y.dtype.element_ty).to(tl.float32) * share[None, :]
@@ -140,9 +149,9 @@ def experts_step(
     chosen: Tensor,
     weights: Tensor,
     *,
-    tiles: tuple[int, int, int, int] = (64, 128, 64, 128),
+    tiles: tuple[int, int, int, int] = (64, 128, 128, 64),
     warps: int = 4,
-    stages: int = 4,
+    stages: int = 3,
 ) -> Tensor:
     """The experts of a decode batch, four launches whatever the routing.
 

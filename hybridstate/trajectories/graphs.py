@@ -21,6 +21,7 @@ import torch
 from hybridstate.kernels import update
 from hybridstate.kernels.layout import DenseLayout
 from hybridstate.trajectories.cache import linear_layers
+from hybridstate.trajectories.launches import fewer_launches
 from hybridstate.trajectories.model import LoadedModel, RecurrenceFn, reference_decode, swap
 
 ATTENTION: Final = "hybridstate_decode"
@@ -173,7 +174,7 @@ def fixed_decode(loaded: LoadedModel, decode: RecurrenceFn) -> Iterator[None]:
         module.expand_kv = _unexpanded
     config._attn_implementation = ATTENTION
     try:
-        with swap(loaded, decode=decode, conv=conv_step):
+        with swap(loaded, decode=decode, conv=conv_step), fewer_launches(loaded.model):
             yield
     finally:
         config._attn_implementation = before
@@ -200,6 +201,10 @@ def conv_step(
     Returns:
         `[B, C, 1]` in the dtype of `x`.
     """
+    if window.is_cuda and activation in ("silu", "swish"):
+        from hybridstate.kernels import norms
+
+        return norms.conv_step(x[..., 0], window, weight.contiguous(), bias)[..., None]
     window.copy_(torch.cat([window[:, :, 1:], x.to(window.dtype)], -1))
     total = (window.float() * weight.float()).sum(-1, keepdim=True)
     if bias is not None:
