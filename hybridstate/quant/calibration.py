@@ -38,6 +38,7 @@ from hybridstate.quant.selection import (
     example_head,
     refusal,
 )
+from hybridstate.trajectories.graphs import uses_fixed
 from hybridstate.trajectories.model import LoadedModel
 from hybridstate.trajectories.prompts import Prompt
 from hybridstate.trajectories.protocol import ALGORITHM_VERSION, DOMAINS, SPLITS, Protocol
@@ -61,7 +62,7 @@ def run_fields(
     loaded: LoadedModel, prompts: tuple[Prompt, ...], protocol: Protocol, seed: int
 ) -> dict[str, Any]:
     """Everything that recorded trajectories depend on, field by field."""
-    on_gpu = {"steps": "fixed tensors, FP32 kernel"} if loaded.device.type == "cuda" else {}
+    on_gpu = {"steps": "fixed tensors, FP32 kernel"} if uses_fixed(loaded) else {}
     return on_gpu | {
         "algorithm_version": ALGORITHM_VERSION,
         "model": loaded.checkpoint.digests(),

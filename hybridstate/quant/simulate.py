@@ -19,7 +19,13 @@ from numpy.typing import NDArray
 
 from hybridstate.quant.arms import Arm
 from hybridstate.quant.together import Together
-from hybridstate.trajectories.graphs import Replay, fixed_cache, fixed_decode, in_place_decode
+from hybridstate.trajectories.graphs import (
+    Replay,
+    fixed_cache,
+    fixed_decode,
+    in_place_decode,
+    uses_fixed,
+)
 from hybridstate.trajectories.model import (
     LoadedModel,
     RecurrenceFn,
@@ -180,7 +186,7 @@ def simulate(
         arms: the first must store FP32; it is what the others are compared with.
         chunk: prefill tokens between two writes of the state.
         batch: rows per pass on a CPU; sequences are grouped so that all arms of one run together.
-        fixed: keep everything at fixed addresses, which a graph needs; by default on a GPU.
+        fixed: keep everything at fixed addresses, which a graph needs; by default where `uses_fixed`.
         progress: called with `validate`, updates done, updates in all.
 
     Raises:
@@ -270,7 +276,7 @@ class _Pass:
     ) -> None:
         device = loaded.device
         self.loaded, self.prompts, self.arms, self.chunk = loaded, prompts, arms, chunk
-        self.fixed = device.type == "cuda" if fixed is None else fixed
+        self.fixed = uses_fixed(loaded) if fixed is None else fixed
         self.generated = generated
         self.updates = generated.shape[1] - 1
         self.everyone = list(range(len(prompts))) * len(arms)
@@ -295,7 +301,7 @@ class _Pass:
         """Prefill, then every update; `advance` is told the updates done."""
         with stage("validate-prefill"):
             self._prefill()
-        replay = Replay(self._step, self.loaded.device)
+        replay = Replay(self._step, self.loaded.device, fixed=self.fixed)
         sampled = channel_samples(self.updates)
         errors: list[NDArray[np.float64]] = []
         channels: list[torch.Tensor] = []

@@ -20,12 +20,14 @@ import torch
 
 from hybridstate.kernels import update
 from hybridstate.kernels.layout import DenseLayout
-from hybridstate.trajectories.cache import linear_layers
+from hybridstate.trajectories.cache import linear_layers, new_cache
 from hybridstate.trajectories.launches import fewer_launches
 from hybridstate.trajectories.model import LoadedModel, RecurrenceFn, reference_decode, swap
 
 ATTENTION: Final = "hybridstate_decode"
 """Name under which the one-query attention is registered in transformers."""
+PLAIN_LAYERS: Final = frozenset({"LinearAttentionLayer", "DynamicLayer"})
+"""Cache layers of transformers whose attention `attend` computes."""
 WARM_UP: Final = 2
 """Eager steps before the first capture: libraries initialise and kernels compile in them."""
 
@@ -38,7 +40,9 @@ class Replay:
     capture executes nothing.
     """
 
-    def __init__(self, step: Callable[[Hashable], None], device: torch.device) -> None:
+    def __init__(
+        self, step: Callable[[Hashable], None], device: torch.device, *, fixed: bool = True
+    ) -> None:
         self._step = step
         self._device = device
         self._graphs: dict[Hashable, Any] = {}
@@ -46,6 +50,8 @@ class Replay:
         self._pool: Any = None
         self.mode = "eager"
         self.reason: str | None = None if device.type == "cuda" else "no GPU"
+        if self.reason is None and not fixed:
+            self.reason = "the model's attention keeps its own cache"
 
     @torch.no_grad()
     def __call__(self, phase: Hashable = None) -> None:
@@ -100,6 +106,19 @@ class Replay:
 
 def _closed(_phase: Hashable) -> None:
     raise RuntimeError("this step was closed")
+
+
+def uses_fixed(loaded: LoadedModel) -> bool:
+    """Whether this model's steps run on fixed tensors by default: on a GPU, where all attention is plain.
+
+    Sliding windows and indexed attention keep the model's own cache and attention, and run eagerly.
+    """
+    return loaded.device.type == "cuda" and has_plain_attention(loaded)
+
+
+def has_plain_attention(loaded: LoadedModel) -> bool:
+    """Whether every layer of the model's cache is linear or keeps all keys and values."""
+    return {type(layer).__name__ for layer in new_cache(loaded).layers} <= PLAIN_LAYERS
 
 
 def fixed_cache(loaded: LoadedModel, cache: Any, room: int) -> Any:

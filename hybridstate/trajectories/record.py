@@ -26,6 +26,7 @@ from hybridstate.trajectories.graphs import (
     fixed_cache,
     fixed_decode,
     in_place_decode,
+    uses_fixed,
 )
 from hybridstate.trajectories.model import (
     LoadedModel,
@@ -143,7 +144,7 @@ class Generation:
         cache, logits: of the prefilled prompts; the cache is taken over.
         draws: `[B, N]` uniform numbers, one column per token.
         notes: per layer where the log decays of an update go, or None to note nothing.
-        fixed: fixed tensors throughout, which a graph needs; by default on a GPU.
+        fixed: fixed tensors throughout, which a graph needs; by default where `uses_fixed`.
     """
 
     def __init__(
@@ -158,14 +159,14 @@ class Generation:
         fixed: bool | None = None,
     ) -> None:
         device = loaded.device
-        fixed = device.type == "cuda" if fixed is None else fixed
+        fixed = uses_fixed(loaded) if fixed is None else fixed
         self.loaded = loaded
         self.temperature = temperature
         self.draws = torch.from_numpy(draws).to(device)
         self.generated = torch.zeros(draws.shape, dtype=torch.int64, device=device)
         self.cache = fixed_cache(loaded, cache, draws.shape[1]) if fixed else cache
         self.fixed = fixed
-        self.replay = Replay(self._step, device)
+        self.replay = Replay(self._step, device, fixed=fixed)
         self._logits = logits.clone()
         self._at = torch.zeros(1, dtype=torch.int64, device=device)
         self._banned = torch.tensor(stop_tokens(loaded), dtype=torch.int64, device=device)

@@ -17,12 +17,13 @@ from hybridstate.quant.formats import FORMATS
 from hybridstate.quant.simulate import Simulation, simulate
 from hybridstate.trajectories import graphs
 from hybridstate.trajectories.dummy import dummy_model
-from hybridstate.trajectories.graphs import Replay, attend, conv_step
+from hybridstate.trajectories.graphs import Replay, attend, conv_step, has_plain_attention
 from hybridstate.trajectories.model import LoadedModel, load_model
 from hybridstate.trajectories.prompts import Prompt, make_prompts, shipped_texts
 from hybridstate.trajectories.protocol import Protocol
 from hybridstate.trajectories.record import Recording, plain_step_ms, record
 from hybridstate.trajectories.stages import timed
+from tests.families.saved import available, save
 from tests.tolerances import assert_within, relative_rms
 
 SMALL = Protocol(
@@ -192,6 +193,18 @@ def test_no_step_reads_a_value_on_the_host(
     assert len(watched) > SMALL.new_tokens
     assert all(seen.total > 100 for seen in watched)
     assert not any(seen.found for seen in watched), [seen.found for seen in watched if seen.found]
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [("qwen3_next", True), ("olmo_hybrid", True), ("lara_mini", False), ("glm5_next", False)],
+)
+def test_windows_and_indexed_attention_keep_the_models_own_cache(
+    name: str, plain: bool, tmp_path: Path
+) -> None:
+    if not available(name):
+        pytest.skip("this transformers has no such class")
+    assert has_plain_attention(load_model(save(name, tmp_path / name))) is plain
 
 
 def test_attention_of_one_query_equals_the_plain_one_under_a_mask() -> None:
