@@ -317,6 +317,8 @@ class PlanDocument(Block):
             raise ValueError("a selection needs the blocks horizons and accounting")
         if self.schema_version < 2 and self.selection is not None and self.selection.measured:
             raise ValueError("selection.measured needs schema_version 2")
+        if self.schema_version < 2 and self.precision and self.precision.key_order == "expand":
+            raise ValueError("key order expand needs schema_version 2")
         if self.placement is not None and self.selection is None:
             raise ValueError("a placement needs a selection")
         if (self.precision is None) != (self.layout_id is None):
