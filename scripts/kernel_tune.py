@@ -66,6 +66,12 @@ def variants() -> Iterator[Variant]:
             yield Variant(f"{kind} packed 128 fused overlap {overlap}", p, kind, True, options=o)
     for kind in ("gdn", "kda"):
         yield Variant(f"{kind} packed 128 given gate", p, kind, options={"columns": 128})
+    for kind in ("gdn", "kda"):  # what a caller gets: columns and warps by the batch
+        for overlap in (0, 2):
+            o = {"overlap": overlap}
+            every = (1024, 512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
+            name = f"{kind} packed product fused overlap {overlap}"
+            yield Variant(name, p, kind, True, batches=every, options=o)
     for kind in ("gdn", "kda"):
         for columns in (64, 32):
             for overlap in (0, 2):
@@ -89,6 +95,9 @@ def variants() -> Iterator[Variant]:
         o = {"columns": 8, "warps": 1}
         dense = triton_update.dense_step
         yield Variant(f"{kind} fp32 tiles 8 fused", f32, kind, True, options=o, launcher=dense)
+        o = o | {"overlap": 2}
+        name = f"{kind} fp32 tiles 8 fused overlap 2"
+        yield Variant(name, f32, kind, True, options=o, launcher=dense)
     for dtype in (torch.bfloat16, torch.float16):
         layout = DenseLayout(128, 128, dtype, "fragment")
         short = str(dtype).removeprefix("torch.")

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hybridstate.kernels.fusion import NO_FUSION, StepFusion
 from hybridstate.kernels.layout import DenseLayout, PackedLayout
@@ -30,15 +31,17 @@ HALF_MAX = tl.constexpr(65504.0)
 def _log_decay(x, rate, bias, GATE: tl.constexpr, LOWER: tl.constexpr):
     """Log decay from itself (GATE 0), the softplus gate (1) or the safe gate (2); rate = exp(A_log).
 
-    log(1 + t) is t log(w) / (w - 1) with w = 1 + t rounded: right where decays are closest to 1.
+    log(1 + t) = 2 atanh(s), s = t / (2 + t) <= 1 / 3, by seven terms: to 1e-7 of itself where decays are closest to
+    1, and without the branches of the library's logarithm.
     """
     if GATE == 1:
         x = x + bias
         t = tl.exp(-tl.abs(x))
-        w = 1.0 + t
-        exact = w == 1.0
-        log1p = tl.where(exact, t, tl.log(w) * t / tl.where(exact, 1.0, w - 1.0))
-        x = -rate * (tl.maximum(x, 0.0) + log1p)
+        s = t / (2.0 + t)
+        s2 = s * s
+        series = (((1.0 / 13.0 * s2 + 1.0 / 11.0) * s2 + 1.0 / 9.0) * s2 + 1.0 / 7.0) * s2
+        series = ((series + 1.0 / 5.0) * s2 + 1.0 / 3.0) * s2 + 1.0
+        x = -rate * (tl.maximum(x, 0.0) + 2.0 * s * series)
     elif GATE == 2:
         x = LOWER / (1.0 + tl.exp(-rate * (x + bias)))
     return x
@@ -228,11 +231,11 @@ def dense_kernel(
     g_batch, beta_batch, slot_values,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KDA: tl.constexpr,
     SCALED: tl.constexpr, GATE: tl.constexpr, LOWER: tl.constexpr, LOGIT: tl.constexpr,
-    INDEXED: tl.constexpr, COUNTED: tl.constexpr, BV: tl.constexpr, KP: tl.constexpr,
+    INDEXED: tl.constexpr, COUNTED: tl.constexpr, OVERLAP: tl.constexpr, BV: tl.constexpr, KP: tl.constexpr,
     TILE: tl.constexpr, S_TILE: tl.constexpr, S_ROW: tl.constexpr, S_COL: tl.constexpr,
 ):  # fmt: skip
     """Grid: batch * H * ceil(V / BV). Value (u, v) of a head lies at v // TILE * S_TILE + u * S_ROW
-    + v % TILE * S_COL; KP: K rounded up to a power of two."""
+    + v % TILE * S_COL; KP: K rounded up to a power of two. OVERLAP: as in gluon_update.py."""
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     bh = tl.program_id(0) // BLOCKS
     h = bh % H
@@ -240,8 +243,13 @@ def dense_kernel(
     cols = tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
     live = cols < V
     p_out = out + b * out_batch + h * out_head + cols
+    if OVERLAP == 1:
+        gdc_wait()
+        gdc_launch_dependents()
     slot = tl.load(slots + b).to(tl.int64)
     if slot < 0:
+        if OVERLAP == 2:
+            gdc_wait()
         tl.store(p_out, tl.zeros([BV], out.dtype.element_ty), live)
         return
     u = tl.arange(0, KP)
@@ -250,6 +258,9 @@ def dense_kernel(
     tile = rows[:, None] & live[None, :]
     p_state = pool + slot * slot_values + h * (K * V) + at
     state = tl.load(p_state, tile, 0.0).to(tl.float32)
+    if OVERLAP == 2:
+        gdc_wait()
+        gdc_launch_dependents()
     q += b * q_batch + h // (H // HK) * q_head
     k += b * k_batch + h // (H // HK) * k_head
     g += b * g_batch + (h * K if KDA else h)
@@ -323,6 +334,7 @@ def dense_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pool: Tensor, slots: Tensor,
     out: Tensor, value_scale: Tensor | None, layout: DenseLayout,
     fusion: StepFusion = NO_FUSION, *, columns: int | None = None, warps: int = 1,
+    overlap: int = 0,
 ) -> None:  # fmt: skip
     """Launch `dense_kernel`; `columns` per program default to a 32-byte sector of the pool."""
     batch, heads, value_dim = v.shape
@@ -333,8 +345,10 @@ def dense_step(
         *_pointers(fusion, out), *_strides(q, k, v, out),
         g.stride(0), beta.stride(0), pool.stride(0),
         H=heads, HK=q.shape[1], K=layout.key_dim, V=value_dim, KDA=g.dim() == 3,
-        SCALED=value_scale is not None, **_constants(fusion), BV=block, KP=triton.next_power_of_2(layout.key_dim),
+        SCALED=value_scale is not None, **_constants(fusion), OVERLAP=overlap,
+        BV=block, KP=triton.next_power_of_2(layout.key_dim),
         TILE=layout.tile, S_TILE=tile, S_ROW=row, S_COL=col, num_warps=warps,
+        **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
 
 

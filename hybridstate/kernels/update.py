@@ -80,6 +80,7 @@ def packed_step(
     fusion: StepFusion = NO_FUSION,
     out: Tensor | None = None,
     backend: Name | Literal["auto"] = "auto",
+    overlap: int = 0,
 ) -> Tensor:
     """Dequantise, decay, read, write, read out and requantise the states of one batch (DAMP A.4).
 
@@ -97,6 +98,8 @@ def packed_step(
         fusion: gates from raw projections, a key order per value head, a counter of clipped values.
         out: [B, H, V] to write to; allocated in the dtype of `v` when None.
         backend: force one implementation.
+        overlap: programmatic dependent launch, gluon and dense Triton only. 1: start beside the end of the kernel
+            before; 2: also read states there, which that kernel then must not write.
 
     Returns:
         o [B, H, V].
@@ -112,7 +115,7 @@ def packed_step(
             found=list(pool.shape),
             expected=["slots", *expected],
         )
-    return _step(q, k, v, g, beta, pool, slots, layout, value_scale, fusion, out, backend)
+    return _step(q, k, v, g, beta, pool, slots, layout, value_scale, fusion, out, backend, overlap)
 
 
 def dense_step(
@@ -129,6 +132,7 @@ def dense_step(
     fusion: StepFusion = NO_FUSION,
     out: Tensor | None = None,
     backend: Name | Literal["auto"] = "auto",
+    overlap: int = 0,
 ) -> Tensor:
     """The same step on an unquantised pool [P, H, K, V] of float32, float16 or bfloat16.
 
@@ -142,7 +146,7 @@ def dense_step(
             found=list(pool.shape),
             expected=["slots", *expected],
         )
-    return _step(q, k, v, g, beta, pool, slots, layout, value_scale, fusion, out, backend)
+    return _step(q, k, v, g, beta, pool, slots, layout, value_scale, fusion, out, backend, overlap)
 
 
 def _step(
@@ -158,6 +162,7 @@ def _step(
     fusion: StepFusion,
     out: Tensor | None,
     name: Name | Literal["auto"],
+    overlap: int,
 ) -> Tensor:
     """Check, choose, run."""
     _check(q, k, v, g, beta, pool, slots, layout, value_scale)
@@ -171,7 +176,9 @@ def _step(
     if name == "auto":
         name = _choose(_canonical(v.device), layout).name
     rows = [_inner_contiguous(x) for x in (q, k, v, g, beta)]
-    runner(name, layout)(*rows, pool, slots, out, value_scale, layout, fusion)
+    able = name == "gluon" or (name == "triton" and not isinstance(layout, PackedLayout))
+    options = {"overlap": overlap} if overlap and able else {}
+    runner(name, layout)(*rows, pool, slots, out, value_scale, layout, fusion, **options)
     return out
 
 

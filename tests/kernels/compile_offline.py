@@ -38,7 +38,17 @@ NATURAL = {
     "K": 128, "V": 128, "KHI": 16, "GROUP": 32, "HEAD_BYTES": 20224, "BLOCK": 0,
     "GP": 32, "HP": 16, "LP": 128,
 }  # fmt: skip
-DENSE = {"K": 128, "V": 128, "KP": 128, "BV": 8, "TILE": 8, "S_TILE": 8, "S_ROW": 128, "S_COL": 1}
+DENSE = {
+    "OVERLAP": 0,
+    "K": 128,
+    "V": 128,
+    "KP": 128,
+    "BV": 8,
+    "TILE": 8,
+    "S_TILE": 8,
+    "S_ROW": 128,
+    "S_COL": 1,
+}
 
 VARIANTS: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "gluon gdn 128": (GluonASTSource, gluon_update.packed_kernel, GDN | MATRIX, "*u8"),
