@@ -7,7 +7,8 @@ IEEE divisions, ties go to even, and a NaN reaches the scale of its group, so th
 
 Addresses: a `table` holds each layer's distance from the first one in units of 16 bytes, `slots` the int64 slot of
 each batch row (below zero: skipped). In ragged form the dense side is the row buffer of a checkpoint and `place` the
-position of each key row in it, below zero where it is omitted (read as zero, not written).
+position of each key row in it, below zero where it is omitted (read as zero, not written). Packing multiplies by
+`value_scale`, which then holds the rounded reciprocals 1 / c; unpacking multiplies by c.
 """
 
 import os
@@ -28,19 +29,42 @@ def largest(x, axis: tl.constexpr):
 
 
 @triton.jit
+def scale_of(top):
+    """top / 127 as IEEE division rounds it.
+
+    127 is a whole number, so the remainder of a quotient is exact and no quotient is a tie: a fused correction is right
+    for every top, below the smallest normal number too. The interpreter cannot fuse and divides.
+    """
+    if DIVIDES:
+        scale = tl.div_rn(top, tl.full(top.shape, 127.0, tl.float32))
+    else:
+        minus = tl.full(top.shape, -127.0, tl.float32)
+        inverse = tl.full(top.shape, 1.0 / 127.0, tl.float32)
+        scale = top * inverse
+        for _ in tl.static_range(2):
+            scale = tl.fma(tl.fma(scale, minus, top), inverse, scale)
+    return scale
+
+
+@triton.jit
 def nearest_code(x, divisor):
     """round_half_even(x / divisor) in [-127, 127] as int8; `divisor` has length 1 where it is shared.
 
-    The quotient is rounded as IEEE division rounds it: from the correctly rounded reciprocal, two steps of Newton's
-    method with fused remainders (Markstein) give that for five instructions a value. Tiny divisors are first lifted by
-    a power of two, so that no remainder is lost below the smallest number. The interpreter cannot fuse and divides.
+    The quotient is rounded as IEEE division rounds it, by the instructions that a division becomes where no range has
+    to be checked: a refined reciprocal, shared by all values of a divisor, and two corrections with fused remainders.
+    Tiny divisors are first lifted by a power of two, so that no remainder is lost below the smallest number.
     """
     if DIVIDES:
         ratio = tl.div_rn(x, tl.broadcast_to(divisor, x.shape))
     else:
         lift = tl.where(divisor < 1e-18, 1.8446744073709552e19, 1.0)  # 2^64
         d = divisor * lift
-        reciprocal = tl.broadcast_to(tl.div_rn(tl.full(d.shape, 1.0, tl.float32), d), x.shape)
+        reciprocal = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=r,r", [d], dtype=tl.float32, is_pure=True, pack=1
+        )
+        one = tl.full(d.shape, 1.0, tl.float32)
+        reciprocal = tl.fma(reciprocal, tl.fma(-d, reciprocal, one), reciprocal)
+        reciprocal = tl.broadcast_to(reciprocal, x.shape)
         negative = tl.broadcast_to(-d, x.shape)
         x = x * lift
         ratio = x * reciprocal
@@ -67,7 +91,7 @@ def _as_stored(x, dtype: tl.constexpr):
 def _group_scale(x, axis: tl.constexpr):
     """Scale of each group along an axis (DAMP Eq. 5) and the divisor that a scale of zero stands for."""
     top = largest(x, axis)
-    scale = tl.div_rn(top, tl.full(top.shape, 127.0, tl.float32))
+    scale = scale_of(top)
     return scale, tl.where(scale > 0, scale, 1.0)
 
 
@@ -113,8 +137,7 @@ def pack_fragment_kernel(
         at = (cols // TILE * S_TILE + cols % TILE * S_COL)[None, :, :]
         x = tl.load(p + logical[:, None, None] * S_ROW + at).to(tl.float32)
     if SCALED:
-        c = tl.load(value_scale + unit * V + cols)[None, :, :]
-        x = tl.div_rn(x, tl.broadcast_to(c, x.shape))
+        x = x * tl.load(value_scale + unit * V + cols)[None, :, :]
     blob = pool + tl.load(pool_table + layer) * 16 + target * slot_bytes + head * HEAD_BYTES
     blob += block * (HEAD_BYTES * BLOCK // V)
     linear = tl.arange(0, 16 * BLOCK)
@@ -243,9 +266,7 @@ def pack_natural_kernel(
             p, place, order, unit, u, u < KHI, cols, in_cols,
             K, V, TILE, S_TILE, S_ROW, S_COL, ORDERED, RAGGED,
         )  # fmt: skip
-        x = tl.load(where, live, 0.0).to(tl.float32)
-        if SCALED:
-            x = tl.div_rn(x, tl.broadcast_to(c, x.shape))
+        x = tl.load(where, live, 0.0).to(tl.float32) * c
         p_hi = (blob + KLO * G * 4).to(tl.pointer_type(tl.float16))
         inside = in_cols[:, None] & (u < KHI)[None, :]
         tl.store(p_hi + cols[:, None] * KHI + u[None, :], _half(x), inside)
@@ -255,9 +276,7 @@ def pack_natural_kernel(
             p, place, order, unit, KHI + w, w < KLO, cols, in_cols,
             K, V, TILE, S_TILE, S_ROW, S_COL, ORDERED, RAGGED,
         )  # fmt: skip
-        x = tl.load(where, live, 0.0).to(tl.float32)
-        if SCALED:
-            x = tl.div_rn(x, tl.broadcast_to(c, x.shape))
+        x = tl.load(where, live, 0.0).to(tl.float32) * c
         scale, divisor = _group_scale(x, 0)
         tl.store(blob.to(tl.pointer_type(tl.float32)) + group * KLO + w, scale, w < KLO)
         p_lo = (blob + KLO * G * 4 + KHI * V * 2).to(tl.pointer_type(tl.int8))

@@ -8,7 +8,7 @@ is one row of a uint8 buffer: rows of FP32, or all INT8 codes and then all scale
 import triton
 import triton.language as tl
 
-from hybridstate.kernels.pack_triton import largest, nearest_code
+from hybridstate.kernels.pack_triton import largest, nearest_code, scale_of
 
 LEAST = tl.constexpr(1e-8)  # DASC Eq. 8: the amplitude of a row of zeros
 
@@ -45,7 +45,7 @@ def gather_kernel(
     spot = at[:, None] * V + cols[None, :]
     if INT8:
         top = tl.maximum(largest(x, 1), LEAST, propagate_nan=tl.PropagateNan.ALL)
-        scale = tl.div_rn(top, tl.full(top.shape, 127.0, tl.float32)).to(SCALE)
+        scale = scale_of(top).to(SCALE)
         wide = scale.to(tl.float32)
         divisor = tl.where(wide > 0, wide, 1.0)
         codes = nearest_code(x, divisor[:, None])

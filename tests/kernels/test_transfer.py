@@ -223,8 +223,19 @@ def test_fused_remainders_round_as_ieee_division() -> None:
 
     lift = np.where(divisor < np.float32(1e-18), np.float32(2.0**64), np.float32(1.0))
     d, lifted = divisor * lift, x * lift
-    reciprocal = np.float32(1.0) / d
-    ratio = lifted * reciprocal
+    one = np.ones_like(d)
+    for ulps in (-1, 0, 1):  # the hardware's approximate reciprocal is within one unit
+        approximate = ((one / d).view(np.int32) + ulps).astype(np.int32).view(np.float32)
+        reciprocal = fused(approximate, fused(-d, approximate, one), approximate)
+        ratio = lifted * reciprocal
+        for _ in range(2):
+            ratio = fused(fused(ratio, -d, lifted), reciprocal, ratio)
+        assert np.array_equal(ratio, x / divisor)
+    top, inverse = np.abs(x), np.float32(1.0 / 127.0)
+    top[: size // 4] = np.arange(size // 4, dtype=np.int32).view(np.float32)  # the smallest numbers
+    scale = top * inverse
     for _ in range(2):
-        ratio = fused(fused(ratio, -d, lifted), reciprocal, ratio)
-    assert np.array_equal(ratio, x / divisor)
+        scale = fused(
+            fused(scale, np.full_like(top, -127.0), top), np.full_like(top, inverse), scale
+        )
+    assert np.array_equal(scale, top / np.float32(127.0))

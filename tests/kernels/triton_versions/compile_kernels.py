@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -97,16 +98,15 @@ def update_jobs() -> Iterator[tuple[str, Any]]:
     Where Gluon lacks `mma_v2` its kernels are absent; a stand-in for their module lets the plain ones be listed.
     """
     missing = None
-    try:
-        from hybridstate.kernels import gluon_update  # noqa: F401
-    except ImportError as error:
-        missing = str(error).splitlines()[0].split(" (")[0]
-        stand_in = ModuleType("hybridstate.kernels.gluon_update")
-        stand_in.packed_kernel = None  # type: ignore[attr-defined]
-        sys.modules[stand_in.__name__] = stand_in
-        import hybridstate.kernels
-
-        hybridstate.kernels.gluon_update = stand_in  # type: ignore[attr-defined]
+    for name in ("gluon_update", "gluon_split"):
+        try:
+            import_module(f"hybridstate.kernels.{name}")
+        except ImportError as error:
+            missing = str(error).splitlines()[0].split(" (")[0]
+            stand_in = ModuleType(f"hybridstate.kernels.{name}")
+            stand_in.__getattr__ = lambda _name: None  # type: ignore[method-assign]
+            sys.modules[stand_in.__name__] = stand_in
+            setattr(import_module("hybridstate.kernels"), name, stand_in)
     from tests.kernels import compile_offline
 
     for name, variant in compile_offline.VARIANTS.items():
@@ -136,8 +136,6 @@ def built(
     module: str, kernel: str, constants: dict[str, Any], warps: int, types: dict[str, str]
 ) -> dict[str, Any]:
     """Registers, stack, shared bytes, instruction count and 16-byte accesses of one compiled kernel."""
-    from importlib import import_module
-
     function = getattr(import_module(f"hybridstate.kernels.{module}"), kernel)
     names = function.arg_names
     kinds = POINTERS | types
