@@ -32,9 +32,11 @@ from hybridstate.kernels.gluon_parts import (
     _grid,
     _own_sums,
     _reciprocal,
+    _release_next_grid,
     _to_column,
     _to_row,
     _view,
+    _wait_for_previous_grid,
     _write_strength,
 )
 from hybridstate.kernels.gluon_update import _sums_over_codes, _sums_over_halves
@@ -48,11 +50,14 @@ from hybridstate.kernels.ring_fold import (
     W,
     _floored,
     _fold_operands,
+    _fold_poison,
     _gates,
+    _group_poison,
     _log_decay_of,
     _rewrite,
     _ring_rows,
     _start_copy,
+    _with_present,
 )
 from hybridstate.kernels.ring_reference import Ring
 
@@ -63,11 +68,14 @@ def ring_kernel(
     a_log, dt_bias, q_batch, k_batch, v_batch, out_batch, slot_bytes, head_bytes,
     H: gl.constexpr, HK: gl.constexpr, KDA: gl.constexpr, SCALED: gl.constexpr,
     HIGH: gl.constexpr, EVERY: gl.constexpr, SPAN: gl.constexpr, MODE: gl.constexpr,
-    GATE: gl.constexpr, LOWER: gl.constexpr, LOGIT: gl.constexpr,
+    GATE: gl.constexpr, LOWER: gl.constexpr, LOGIT: gl.constexpr, OVERLAP: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     """Grid: batch * H, one warp each. MODE 0: by phase; 1: append always; 2: rewrite always.
 
     SPAN: room of a ring, EVERY - 1, rounded up to a power of two. GATE, LOWER, LOGIT: fusion.py.
+    OVERLAP: 0 none; 1 start beside the end of the kernel before; 2 also read packed states, rings and phases there,
+    which that kernel then must not write. EARLY: make ready for a rewrite before the head is there.
     """
     RING: gl.constexpr = gl.BlockedLayout([SPAN, 4], [1, 32], [1, 1], [1, 0])
     FLAT: gl.constexpr = gl.SliceLayout(0, RING)
@@ -78,8 +86,13 @@ def ring_kernel(
     key_head = h // (H // HK)
     columns = _grid(8, 16, 16, VALUE_ROWS)
     p_out = out + b.to(gl.int64) * out_batch + h * 128
+    if OVERLAP == 1:
+        _wait_for_previous_grid()
+        _release_next_grid()
     slot = gl.load(slots + b).to(gl.int64)
     if slot < 0:
+        if OVERLAP == 2:
+            _wait_for_previous_grid()  # it may still read what `out` held
         zero = gl.full([8, 16], 0.0, out.dtype.element_ty, layout=VALUE_ROWS)
         gl.store(p_out + columns, zero)
         return
@@ -89,7 +102,15 @@ def ring_kernel(
     p_halves, p_codes, p_scales, halves, codes, scales = _start_copy(head, HIGH)
 
     # The ring and the present input, while the head is on its way.
+    p_keys = ring_keys + (slot * HK + key_head) * (ROOM * 128)
+    p_values = ring_values + (slot * H + h) * (ROOM * 128)
     flat = gl.arange(0, 128, layout=FLAT)
+    held = gl.arange(0, SPAN, layout=gl.SliceLayout(1, RING)) < count
+    past_keys = _ring_rows(p_keys, held, flat)
+    past_values = _ring_rows(p_values, held, flat)
+    if OVERLAP == 2:
+        _wait_for_previous_grid()
+        _release_next_grid()  # not earlier: the next kernel reads states once this has waited
     q_row = gl.load(q + b.to(gl.int64) * q_batch + key_head * 128 + flat).to(gl.float32)
     k_row = gl.load(k + b.to(gl.int64) * k_batch + key_head * 128 + flat).to(gl.float32)
     value = gl.load(v + b.to(gl.int64) * v_batch + h * 128 + columns).to(gl.float32)
@@ -100,8 +121,6 @@ def ring_kernel(
     bias = 0.0
     if GATE > 0:
         rate = gl.load(a_log + h)
-    p_keys = ring_keys + (slot * HK + key_head) * (ROOM * 128)
-    p_values = ring_values + (slot * H + h) * (ROOM * 128)
     if KDA:
         p_gates = ring_gates + (slot * H + h) * (ROOM * 128)
         if GATE > 0:
@@ -115,9 +134,6 @@ def ring_kernel(
             bias = gl.load(dt_bias + h)
         g_row = _log_decay_of(gl.load(g + bh).to(gl.float32), rate, bias, GATE, LOWER)
         g_row = _floored(g_row)
-    held = gl.arange(0, SPAN, layout=gl.SliceLayout(1, RING)) < count
-    past_keys = _ring_rows(p_keys, held, flat)
-    past_values = _ring_rows(p_values, held, flat)
     fades, total = _gates(p_gates, held, count, g_row, flat, KDA, SPAN <= EVERY)
     if KDA:
         past_keys = past_keys * _exp(fades)
@@ -150,9 +166,65 @@ def ring_kernel(
     q_norm = gl.rsqrt(gl.sum(q_row * q_row, 0) + NORM_EPSILON) * Q_SCALE
     k_norm = gl.rsqrt(gl.sum(k_row * k_row, 0) + NORM_EPSILON)
     kq = gl.sum(k_row * q_row, 0) * q_norm * k_norm
+    target = _to_column(value, W) * strength
+    if SCALED:
+        c = _to_column(value_scale_row, W)
+        target = target * _reciprocal(c)
+    else:
+        c = 1.0
+    if MODE == 2:
+        _finish(
+            p_out, p_keys, p_values, p_gates, p_phase, count, k_row, g_row, total, flat,
+            p_halves, p_codes, p_scales, halves, codes, scales, vectors, decays, decay,
+            k_ring, q_ring, k_norm, q_norm, kq, strength, target, c,
+            h % (H // HK) == 0, HIGH, KDA, SCALED, ROOM, EARLY, True,
+        )  # fmt: skip
+    elif MODE == 1:
+        _finish(
+            p_out, p_keys, p_values, p_gates, p_phase, count, k_row, g_row, total, flat,
+            p_halves, p_codes, p_scales, halves, codes, scales, vectors, decays, decay,
+            k_ring, q_ring, k_norm, q_norm, kq, strength, target, c,
+            h % (H // HK) == 0, HIGH, KDA, SCALED, ROOM, EARLY, False,
+        )  # fmt: skip
+    elif count >= ROOM:
+        _finish(
+            p_out, p_keys, p_values, p_gates, p_phase, count, k_row, g_row, total, flat,
+            p_halves, p_codes, p_scales, halves, codes, scales, vectors, decays, decay,
+            k_ring, q_ring, k_norm, q_norm, kq, strength, target, c,
+            h % (H // HK) == 0, HIGH, KDA, SCALED, ROOM, EARLY, True,
+        )  # fmt: skip
+    else:
+        _finish(
+            p_out, p_keys, p_values, p_gates, p_phase, count, k_row, g_row, total, flat,
+            p_halves, p_codes, p_scales, halves, codes, scales, vectors, decays, decay,
+            k_ring, q_ring, k_norm, q_norm, kq, strength, target, c,
+            h % (H // HK) == 0, HIGH, KDA, SCALED, ROOM, EARLY, False,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _finish(
+    p_out, p_keys, p_values, p_gates, p_phase, count, k_row, g_row, total, flat,
+    p_halves, p_codes, p_scales, halves, codes, scales, vectors, decays, decay,
+    k_ring, q_ring, k_norm, q_norm, kq, strength, target, c, first_of_key_head,
+    HIGH: gl.constexpr, KDA: gl.constexpr, SCALED: gl.constexpr, ROOM: gl.constexpr,
+    EARLY: gl.constexpr, REWRITE: gl.constexpr,
+):  # fmt: skip
+    """Wait for the head, read it, write the output; then rewrite or append.
+
+    With EARLY what a rewrite needs of the ring is made ready before the wait; it then occupies registers meanwhile.
+    """
+    key = (k_row * k_norm).to(gl.float16)
+    if REWRITE:
+        present = gl.convert_layout(key, COLUMNS, assert_trivial=True).to(gl.float32)
+        if KDA:
+            g = gl.convert_layout(g_row, COLUMNS, assert_trivial=True)
+        else:
+            g = g_row
+        if EARLY:
+            left, right = _fold_operands(p_keys, p_values, p_gates, count, present, g, KDA, True)
     async_copy.wait_group(0)
     _barrier()
-
     if HIGH < 8:
         sums = _sums_over_codes(codes, scales, vectors, 8 - HIGH, HIGH, W)
     else:
@@ -162,38 +234,26 @@ def ring_kernel(
     k_state, q_state = _own_sums(sums, W)
     k_state = k_state * decay + k_ring
     q_state = q_state * decay + q_ring
-
-    target = _to_column(value, W) * strength
-    if SCALED:
-        c = _to_column(value_scale_row, W)
-        target = target * _reciprocal(c)
     delta = target - k_state * (k_norm * strength)
     o = q_state * q_norm + kq * delta
     if SCALED:
         o = o * c
-    gl.store(p_out + columns, _to_row(o, W).to(out.dtype.element_ty))
-    entry = _float16(_to_row(delta, W))
-    key = (k_row * k_norm).to(gl.float16)
-
-    if MODE == 2:
-        _end_rewrite(
-            p_keys, p_values, p_gates, p_phase, count, key, entry, g_row,
-            p_halves, p_codes, p_scales, halves, codes, scales, decays, decay, HIGH, KDA,
+    columns = _grid(8, 16, 16, VALUE_ROWS)
+    gl.store(p_out + columns, _to_row(o, W).to(p_out.dtype.element_ty))
+    if REWRITE:
+        if not EARLY:
+            left, right = _fold_operands(p_keys, p_values, p_gates, count, present, g, KDA, True)
+        left = _with_present(left, delta, count)
+        _rewrite(
+            p_halves, p_codes, p_scales, halves, codes, scales, decays, decay, left, right,
+            _group_poison(delta), HIGH, KDA,
         )  # fmt: skip
-    elif MODE == 1:
-        _append(
-            p_keys, p_values, p_gates, p_phase, count, key, entry, g_row, total, flat,
-            h % (H // HK) == 0, KDA, ROOM,
-        )  # fmt: skip
-    elif count >= ROOM:
-        _end_rewrite(
-            p_keys, p_values, p_gates, p_phase, count, key, entry, g_row,
-            p_halves, p_codes, p_scales, halves, codes, scales, decays, decay, HIGH, KDA,
-        )  # fmt: skip
+        gl.store(p_phase, 0)
     else:
+        entry = _float16(_to_row(delta, W))
         _append(
             p_keys, p_values, p_gates, p_phase, count, key, entry, g_row, total, flat,
-            h % (H // HK) == 0, KDA, ROOM,
+            first_of_key_head, KDA, ROOM,
         )  # fmt: skip
 
 
@@ -212,35 +272,6 @@ def _append(
         else:
             gl.store(p_gates + count, total)
         gl.store(p_phase, count + 1)
-
-
-@gluon.jit
-def _end_rewrite(
-    p_keys, p_values, p_gates, p_phase, count, key, value, g,
-    p_halves, p_codes, p_scales, halves, codes, scales, decays, decay,
-    HIGH: gl.constexpr, KDA: gl.constexpr,
-):  # fmt: skip
-    """Fold the ring and the present input into the packed head."""
-    key = gl.convert_layout(key, COLUMNS, assert_trivial=True).to(gl.float32)
-    value = gl.convert_layout(gl.reshape(value, [128]), COLUMNS).to(gl.float32)
-    if KDA:
-        g = gl.convert_layout(g, COLUMNS, assert_trivial=True)
-    left, right = _fold_operands(p_keys, p_values, p_gates, count, key, value, g, KDA, True)
-    _rewrite(
-        p_halves,
-        p_codes,
-        p_scales,
-        halves,
-        codes,
-        scales,
-        decays,
-        decay,
-        left,
-        right,
-        HIGH,
-        KDA,
-    )
-    gl.store(p_phase, 0)
 
 
 @gluon.jit
@@ -274,12 +305,12 @@ def flush_kernel(
         _fades, total = _gates(p_gates, held, count, zero, columns, KDA, False)
         _view(decays, gl.float32, [8, 16], SHARED2).store(gl.reshape(_exp(total), [8, 16]))
         decay = 1.0
-        left, right = _fold_operands(p_keys, p_values, p_gates, count, zero, zero, zero, KDA, False)
+        left, right = _fold_operands(p_keys, p_values, p_gates, count, zero, zero, KDA, False)
     else:
         p_gates = ring_gates + (slot * H + h) * EVERY
         _fades, total = _gates(p_gates, held, count, 0.0, columns, KDA, False)
         decay = _exp(total)
-        left, right = _fold_operands(p_keys, p_values, p_gates, count, zero, zero, 0.0, KDA, False)
+        left, right = _fold_operands(p_keys, p_values, p_gates, count, zero, 0.0, KDA, False)
     async_copy.wait_group(0)
     _barrier()
     _rewrite(
@@ -293,6 +324,7 @@ def flush_kernel(
         decay,
         left,
         right,
+        _fold_poison(left, right),
         HIGH,
         KDA,
     )
@@ -306,11 +338,13 @@ MODES = {"phase": 0, "append": 1, "rewrite": 2}
 def ring_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pool: Tensor, ring: Ring,
     slots: Tensor, out: Tensor, value_scale: Tensor | None, layout: PackedLayout,
-    fusion: StepFusion = NO_FUSION, mode: str = "phase",
+    fusion: StepFusion = NO_FUSION, mode: str = "phase", overlap: int = 0,
+    early: bool = False,
 ) -> None:  # fmt: skip
     """Launch `ring_kernel`; arguments as in `ring_update.ring_step`, already checked.
 
     `append` needs room in every ring of the batch; a full ring would lose the input.
+    `overlap`, `early`: see the kernel.
     """
     batch, heads, _ = v.shape
     ring_kernel[(batch * heads,)](
@@ -322,8 +356,8 @@ def ring_step(
         H=heads, HK=q.shape[1], KDA=g.dim() == 3, SCALED=value_scale is not None,
         HIGH=layout.k_hi // 16, EVERY=ring.every,
         SPAN=max(2, triton.next_power_of_2(ring.every - 1)), MODE=MODES[mode],
-        GATE=fusion.gate, LOWER=fusion.lower_bound or 0.0, LOGIT=fusion.beta_scale or 0.0,
-        num_warps=1, enable_fp_fusion=True,
+        GATE=fusion.gate, LOWER=fusion.lower_bound or 0.0, LOGIT=fusion.beta_scale or 0.0, OVERLAP=overlap, EARLY=early,
+        num_warps=1, enable_fp_fusion=True, launch_pdl=overlap > 0,
     )  # fmt: skip
 
 

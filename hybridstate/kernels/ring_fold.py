@@ -121,12 +121,12 @@ def _gates(p_gates, held, count, g, columns, KDA: gl.constexpr, WHOLE: gl.conste
 
 @gluon.jit
 def _fold_operands(
-    p_keys, p_values, p_gates, count, key, value, g,
-    KDA: gl.constexpr, FRESH: gl.constexpr,
-):  # fmt: skip
+    p_keys, p_values, p_gates, count, key, g, KDA: gl.constexpr, FRESH: gl.constexpr
+):
     """Left operand [value column, entry] and, in shared memory, [chunk, channel, entry] of the ring's product.
 
-    With FRESH the present input is entry `count`; without it `g` is zero and nothing is added.
+    With FRESH entry `count` is the present one: its key is `key`, its value comes later (`_with_present`). Without
+    it `g` is zero.
     """
     columns = gl.arange(0, 128, layout=COLUMNS)
     entry = gl.arange(0, DEPTH, layout=gl.SliceLayout(1, ENTRIES))
@@ -140,7 +140,6 @@ def _fold_operands(
     if FRESH:
         present = gl.expand_dims(entry == count, 1)
         keys = gl.where(present, gl.expand_dims(key, 0), keys)
-        values = gl.where(present, gl.expand_dims(value, 0), values)
     left = gl.reshape(values.to(gl.float16), [16, 8, 16])  # entry, r, i
     left = gl.reshape(gl.permute(left, [2, 1, 0]), [128, 16])
     left = gl.convert_layout(left, LEFT)
@@ -161,11 +160,39 @@ def _tile_of(x):
 
 
 @gluon.jit
+def _with_present(left, value, count):
+    """The left operand with `value` [i, g, r % 2] as entry `count`."""
+    entry = gl.arange(0, DEPTH, layout=gl.SliceLayout(0, LEFT))
+    column = gl.convert_layout(
+        gl.reshape(_float16(value), [128]), gl.SliceLayout(1, LEFT), assert_trivial=True
+    )
+    return gl.where(gl.expand_dims(entry == count, 0), gl.expand_dims(column, 1), left)
+
+
+@gluon.jit
+def _group_poison(values):
+    """NaN for groups [g] of [i, g, r % 2] in which a value is not a number, else zero."""
+    poison = gl.sum(gl.sum(values * 0.0, 0), 1)
+    return gl.convert_layout(poison, gl.SliceLayout(1, SCALES))
+
+
+@gluon.jit
+def _fold_poison(left, right):
+    """The same from a product's operands: such a value shows in every channel, the first included."""
+    zero = gl.zeros([128, 16], gl.float32, layout=MMA)
+    probe = _tile_of(mma_v2(left, right.index(0).permute((1, 0)).load(RIGHT), zero))
+    return _group_poison(gl.sum(probe * 0.0, 3))
+
+
+@gluon.jit
 def _rewrite(
-    p_halves, p_codes, p_scales, halves, codes, scales, decays, decay, left, right,
+    p_halves, p_codes, p_scales, halves, codes, scales, decays, decay, left, right, poison,
     HIGH: gl.constexpr, KDA: gl.constexpr,
 ):  # fmt: skip
-    """S <- decay S + left right, float16 rows stored as they are, INT8 rows with fresh scales."""
+    """S <- decay S + left right, float16 rows stored as they are, INT8 rows with fresh scales.
+
+    `poison` [g] is NaN for groups with a value that is not a number, else zero: a maximum alone would drop it.
+    """
     LOW: gl.constexpr = 8 - HIGH
     zero = gl.zeros([128, 16], gl.float32, layout=MMA)
     if HIGH > 0:
@@ -191,11 +218,6 @@ def _rewrite(
         identity = gl.where(diagonal, UP, 0.0).to(gl.bfloat16)
         minus_128 = gl.full([128, 16], -128.0 / UNIT, gl.float32, layout=MMA)
         scale_offsets = _grid(4, 16, 16, SCALES)
-        # A maximum drops NaN: a value that is not a number makes its column so in every channel, the first included,
-        # and poisons the scales of its group.
-        probe = _tile_of(mma_v2(left, right.index(0).permute((1, 0)).load(RIGHT), zero)) * 0.0
-        poison = gl.sum(gl.sum(gl.sum(probe, 3), 0), 1)  # [g]
-        poison = gl.convert_layout(poison, gl.SliceLayout(1, SCALES))
         poisons = gl.allocate_shared_memory(gl.float32, [4, 16], SHARED2)  # registers are scarce
         poisons.store(gl.expand_dims(poison, 1) + gl.zeros([4, 16], gl.float32, layout=SCALES))
         _barrier()

@@ -11,6 +11,7 @@ from tests.kernels.compile_offline import POINTERS, measured
 
 LENGTHS = (4, 8, 16)
 GIVEN = {"SCALED": True, "GATE": 0, "LOWER": 0.0, "LOGIT": 0.0}
+MATRIX = {"OVERLAP": 0, "EARLY": False}
 FUSED = {"SCALED": True, "GATE": 1, "LOWER": 0.0, "LOGIT": 1.0}
 PLAIN = {
     "K": 128, "V": 128, "KHI": 16, "GROUP": 32, "HEAD_BYTES": 20224, "GP": 32, "HP": 16, "LP": 128,
@@ -20,7 +21,7 @@ PLAIN = {
 def fits(label: str, source: Any, kernel: Any, constants: dict[str, Any]) -> bool:
     """Compile, print, and say whether nothing spills."""
     found = measured(source, kernel, constants)
-    sys.stdout.write(f"{label:36s} {', '.join(f'{k} {v}' for k, v in found.items())}\n")
+    sys.stdout.write(f"{label:44s} {', '.join(f'{k} {v}' for k, v in found.items())}\n")
     return found["stack"] == found["local"] == 0
 
 
@@ -35,12 +36,15 @@ def main(lengths: tuple[int, ...] = LENGTHS) -> int:
         for every in lengths:
             flush = heads | {"HIGH": 1, "EVERY": every}
             for mode, number in gluon_ring.MODES.items():
-                constants = flush | GIVEN | {"MODE": number, "SPAN": every}
+                constants = flush | GIVEN | {"MODE": number, "SPAN": every} | MATRIX
                 label = f"gluon {name} L={every} {mode}"
                 fine.append(fits(label, GluonASTSource, gluon_ring.ring_kernel, constants))
             label = f"gluon {name} L={every} flush"
             fine.append(fits(label, GluonASTSource, gluon_ring.flush_kernel, flush))
-            constants = flush | FUSED | {"MODE": 0, "SPAN": every}
+            constants = flush | GIVEN | {"MODE": 0, "SPAN": every, "OVERLAP": 2, "EARLY": True}
+            label = f"gluon {name} L={every} phase, early, overlapped"
+            fine.append(fits(label, GluonASTSource, gluon_ring.ring_kernel, constants))
+            constants = flush | FUSED | {"MODE": 0, "SPAN": every} | MATRIX
             label = f"gluon {name} L={every} phase, gates fused"
             fine.append(fits(label, GluonASTSource, gluon_ring.ring_kernel, constants))
         plain = heads | PLAIN | GIVEN | {"EVERY": 8, "EP": 8, "FLUSH": False}
