@@ -2,7 +2,7 @@
 
     python scripts/verification.py            both tables, some minutes: every model is loaded a dozen times
     python scripts/verification.py full-size  only the table of sparse full-size exports (163 and 98 GB, little on disk)
-    python scripts/verification.py families   only the tables of compared models
+    python scripts/verification.py families   only the tables of compared models; more words name some of them
 
 The part that is not run stays as it is.
 """
@@ -158,6 +158,8 @@ def main() -> int:
     ran = f"On a CPU, torch {versions['torch']}, transformers {versions['transformers']}."
     if which in ("all", "families"):
         for name, (title, orders) in TABLES.items():
+            if sys.argv[2:] and not any(word in name for word in sys.argv[2:]):
+                continue
             names: tuple[str, ...] = (*EMBEDDED, *RELEASED, *SAVED)
             if orders.get("value_order") == "fold":
                 names = (*EMBEDDED, *SAVED)

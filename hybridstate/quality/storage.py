@@ -27,8 +27,9 @@ PACKED_ERROR: Final = 2e-4
 RECURRENCE_ERROR: Final = 1e-5
 """Logits that two FP32 pools may differ by, one of them in the plan's orders and scales."""
 
-SCALED_RATIO: Final = 2.0
-"""Value scales round other FP16 values: the error against FP32 may be this multiple of the plain FP16 pool's."""
+SCALED_RATIO: Final = 10.0
+"""Value scales round other FP16 values: the error against FP32 may be this multiple of the plain FP16 pool's, whose
+luck on few tokens varies that much in small random models. What proves the recurrence is `RECURRENCE_ERROR`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,3 +179,26 @@ def test_output_that_would_replace_its_own_model_is_refused(exported: Path, tmp_
     assert result.exit_code == 2
     assert "would replace" in result.stderr
     assert (model / "model.safetensors").exists() or (model / "state_plan").is_dir()
+
+
+def test_orders_are_options_of_export_and_shown(tmp_path: Path, tiny_gdn: Path) -> None:
+    calibration = write_calibration(tmp_path / "cal", tiny_gdn, values=True)
+    out = tmp_path / "out"
+    options = ("--calibration", calibration, "--key-order", "expand", "--value-order", "fold")
+    made = run("export-plan", tiny_gdn, *options, "-o", out)
+    assert made.exit_code == 0, made.output
+    for text in ("linear_num_key_heads", "bytes added", "per-head order, scaled", "16-bit projections"):
+        assert text in made.output, made.output
+    shown = run("plan", "show", out)
+    assert "expand, in the exported weights" in shown.stdout
+    plain = write_calibration(tmp_path / "plain", tiny_gdn)
+    for extra, code in (
+        (("--value-order", "fold"), "--formats default,damp+reorder"),
+        (("--key-order", "sideways"), "choose from shared, per-head, expand"),
+    ):
+        refused = run("export-plan", tiny_gdn, "--calibration", plain, *extra, "-o", tmp_path / "x")
+        assert refused.exit_code == 2
+        assert code in refused.output.replace("\n", " ")
+    every = ("--requantise-every", 8, "--no-weights", "-o", tmp_path / "ring")
+    ring = run("export-plan", tiny_gdn, "--calibration", plain, *every)
+    assert "written at every 8th update" in ring.stdout
