@@ -350,7 +350,7 @@ def time_kind(
             f"{kind} B={batch} update.py: {type(error).__name__}: {str(error)[:200]}", what="error"
         )
     everything = torch.arange(sets * batch, device="cuda")
-    for every in LENGTHS:
+    for every in LENGTHS if batch >= 64 else (8,):
         ring, rounds = new_ring(kind, sets * batch, every), 4 if every == 16 else 6
         for variant, options in VARIANTS.items():
             if (kind, every, variant) not in right or report.left() < 3:
