@@ -88,7 +88,9 @@ def statistics(
         "token_hit_rate": _rate(counters.tokens_dense + counters.tokens_compressed, prompt_tokens),
         "token_hit_rate_dense": _rate(counters.tokens_dense, prompt_tokens),
         "token_hit_rate_compressed": _rate(counters.tokens_compressed, prompt_tokens),
-        "token_hit_rate_by_turn": _by_turn(served),
+        "token_hit_rate_by_turn": _by_turn(served, ("dense", "compressed")),
+        "token_hit_rate_dense_by_turn": _by_turn(served, ("dense",)),
+        "token_hit_rate_compressed_by_turn": _by_turn(served, ("compressed",)),
         **counters.to_json(),
     }
     return document
@@ -137,12 +139,13 @@ def _quantile(ordered: Floats, ranks: Floats, share: float) -> float:
     return float(below + (above - below) * (position - low))
 
 
-def _by_turn(served: Sequence[Served]) -> list[float]:
+def _by_turn(served: Sequence[Served], tiers: Sequence[str]) -> list[float]:
+    """Tokens found in these tiers over prompt tokens, for the first, second ... turn of conversations."""
     turns = 1 + max((r.turn for r in served), default=-1)
     prompt, hit = np.zeros(turns), np.zeros(turns)
     for request in served:
         prompt[request.turn] += request.prompt_tokens
-        hit[request.turn] += request.hit_tokens
+        hit[request.turn] += request.hit_tokens if request.tier in tiers else 0
     return [_rate(h, p) for h, p in zip(hit.tolist(), prompt.tolist(), strict=True)]
 
 

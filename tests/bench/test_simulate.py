@@ -166,6 +166,8 @@ def test_statistics_count_misses_and_average_seeds() -> None:
     assert found["slo_attainment"] == 0.0
     assert found["hybridstate"]["token_hit_rate"] == pytest.approx(0.3)
     assert found["hybridstate"]["token_hit_rate_by_turn"] == [0.0, 0.6]
+    assert found["hybridstate"]["token_hit_rate_dense_by_turn"] == [0.0, 0.6]
+    assert found["hybridstate"]["token_hit_rate_compressed_by_turn"] == [0.0, 0.0]
     other = statistics(run, Counters(), clients=2, limit=2, goal=Goal())
     mean = mean_over_seeds([found, other])
     assert mean["hybridstate"]["token_hit_rate"] == pytest.approx(0.15)
