@@ -7,7 +7,7 @@ many bytes, in the same run, is the bandwidth a step cannot exceed. Inputs and s
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any, Final
@@ -64,6 +64,7 @@ class Configuration:
     layout: Layout
     columns: int | None = None
     warps: int = 1
+    overlap: int = 0
 
     @property
     def scaled(self) -> bool:
@@ -78,11 +79,14 @@ class Configuration:
 
     def step(self) -> Step:
         """The function that runs it, with the arguments of the launchers."""
-        if self.columns is None:
-            return update.runner(self.backend, self.layout)  # type: ignore[arg-type]
-        from hybridstate.kernels import triton_update
-
-        return partial(triton_update.dense_step, columns=self.columns, warps=self.warps)
+        step = update.runner(self.backend, self.layout)  # type: ignore[arg-type]
+        options: dict[str, int] = {}
+        if self.columns is not None:
+            options = {"columns": self.columns, "warps": self.warps}
+        plain = self.backend == "triton" and isinstance(self.layout, PackedLayout)
+        if self.overlap and self.backend != "reference" and not plain:
+            options["overlap"] = self.overlap
+        return partial(step, **options) if options else step
 
 
 def run_update(
@@ -91,6 +95,7 @@ def run_update(
     batches: Sequence[int] | None = None,
     formats: Sequence[str] = FORMATS,
     gates: Sequence[str] | None = None,
+    overlap: bool = False,
     device: torch.device | str = "cpu",
     samples: int = 30,
     warmup: int = 3,
@@ -103,6 +108,8 @@ def run_update(
         dims: layers to run.
         batches: requests per step; None means small ones on a CPU, 1 to 256 on a GPU.
         formats: of `FORMATS`.
+        overlap: every launch may read its states beside the end of the launch before, which works on other slots
+            (programmatic dependent launch; all formats alike, the plain packed Triton kernel apart).
         gates: of `GATES`; None means fused on a GPU, given on a CPU.
         device: where to run; on a CPU the reference runs and the report says so.
         samples, warmup: rounds of measurement and before it.
@@ -126,7 +133,9 @@ def run_update(
         fused = gate == "fused"
         checked = {
             c: _checked(c, layer, state, device, fused)
-            for c in _configurations(layer, state, device)
+            for c in (
+                replace(c, overlap=2 * overlap) for c in _configurations(layer, state, device)
+            )
         }
         for batch in batches:
             row = _measured(layer, state, batch, checked, device, samples, warmup, seed, fused)
@@ -136,6 +145,7 @@ def run_update(
     protocol = {
         "inputs": "synthetic: normal q, k, v and states; decay exp(-U(0, 0.2)) or random raw gates",
         "gates": list(gates),
+        "overlapped_launches": overlap,
         "input_dtype": str(input_dtype(device)).removeprefix("torch."),
         "timing": "CUDA graph replay over rotated slots" if on_gpu else "wall clock",
         "backend_note": None if on_gpu else "reference in torch: says nothing about the kernels",

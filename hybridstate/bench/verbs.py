@@ -109,6 +109,7 @@ def bench_update(
     plan: str | Path | None = None,
     states: Sequence[str] | None = None,
     gates: Sequence[str] | None = None,
+    overlap: bool = False,
     batches: Sequence[int] | None = None,
     samples: int = 30,
     device: str = "auto",
@@ -122,6 +123,7 @@ def bench_update(
         plan: take its number of FP16 channels.
         states: of `fp32`, `bf16`, `fp16`, `damp`; all by default.
         gates: of `fused` (raw projections enter the kernel) and `given`; fused on a GPU, given on a CPU by default.
+        overlap: launches of every format may overlap (programmatic dependent launch).
         batches: requests per step.
         samples: measured rounds.
         device: `auto`, `cpu` or `cuda`.
@@ -159,6 +161,7 @@ def bench_update(
         batches=batches,
         formats=states or FORMATS,
         gates=gates,
+        overlap=overlap,
         device=target,
         samples=samples,
         progress=progress,

@@ -195,6 +195,13 @@ def update(
             show_default=False,
         ),
     ] = None,
+    overlap: Annotated[
+        bool,
+        typer.Option(
+            "--overlap",
+            help="Launches of every format may overlap the one before (programmatic dependent launch).",
+        ),
+    ] = False,
     batch: Batches = None,
     samples: Annotated[
         int, typer.Option("--samples", metavar="N", min=1, help="Measured rounds.")
@@ -220,6 +227,7 @@ def update(
             plan=plan,
             states=state,
             gates=gate,
+            overlap=overlap,
             batches=batch,
             samples=samples,
             device=device,

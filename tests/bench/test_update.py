@@ -106,6 +106,16 @@ def test_a_wrong_step_ends_the_bench_before_anything_is_timed(
     assert not timed
 
 
+def test_overlap_reaches_every_kernel_that_has_it() -> None:
+    dense = bench.Configuration("triton", bench.DenseLayout(16, 24), 8, 1, overlap=2)
+    assert dense.step().keywords == {"columns": 8, "warps": 1, "overlap": 2}  # type: ignore[attr-defined]
+    plain = bench.Configuration("triton", bench.PackedLayout(16, 24, 8), overlap=2)
+    assert not hasattr(plain.step(), "keywords")
+    assert not hasattr(replace(plain, backend="reference").step(), "keywords")
+    found = run_update(dims=(SMALL,), batches=(1,), formats=("damp",), samples=1, overlap=True)
+    assert found.protocol["overlapped_launches"] is True
+
+
 def test_bad_requests_are_refused() -> None:
     with pytest.raises(UsageError, match="unknown state format 'int4'"):
         run_update(dims=(SMALL,), formats=("fp32", "int4"))

@@ -270,3 +270,18 @@ def test_kernels_compile_for_hopper_without_spills(capsys: pytest.CaptureFixture
     with capsys.disabled():
         sys.stdout.write("\n" + done.stdout)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("layout", "forms"),
+    [
+        (PackedLayout(128, 128, 16), [(32, 4), (32, 1), (64, 1), (128, 1), (128, 1)]),
+        (PackedLayout(96, 192, 16), [(32, 4), (32, 1), (64, 1), (64, 1), (64, 1)]),
+        (PackedLayout(64, 96, 16), [(32, 4), *[(32, 1)] * 4]),
+        (DenseLayout(128, 128, torch.float16, "fragment"), [(32, 4), (32, 1), *[(64, 1)] * 3]),
+    ],
+    ids=lambda x: getattr(x, "layout_id", ""),
+)
+def test_few_heads_take_narrow_programs(layout: Layout, forms: list[tuple[int, int]]) -> None:
+    gluon_update = pytest.importorskip("hybridstate.kernels.gluon_update")
+    assert [gluon_update.matrix_form(layout, 32 * b) for b in (1, 4, 8, 16, 256)] == forms
