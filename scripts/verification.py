@@ -137,23 +137,25 @@ def measured(model: Path, place: Path, variants: Any) -> list[str]:
     return rows
 
 
-def replaced(page: str, name: str, body: str) -> str:
-    """The page with one generated part exchanged, or appended."""
+def replace_part(name: str, body: str) -> None:
+    """Exchange one generated part of the page, or append it; the page is read afresh, others may have written."""
     start, end = f"<!-- generated: {name} (scripts/verification.py) -->", "<!-- end -->"
+    page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    if "<!-- generated: " not in page:
+        page = HEAD
     part = f"{start}\n\n{body.strip()}\n\n{end}"
-    if start not in page:
-        return f"{page.rstrip()}\n\n{part}\n"
-    before, _, rest = page.partition(start)
-    return before + part + rest.partition(end)[2]
+    if start in page:
+        before, _, rest = page.partition(start)
+        page = before + part + rest.partition(end)[2]
+    else:
+        page = f"{page.rstrip()}\n\n{part}\n"
+    PAGE.write_text(page, encoding="utf-8")
 
 
 def main() -> int:
     """Run what was asked for, write the page after each table."""
     warnings.simplefilter("ignore")
     which = sys.argv[1] if len(sys.argv) > 1 else "all"
-    page = PAGE.read_text(encoding="utf-8")
-    if "<!-- generated: families" not in page:
-        page = HEAD
     versions = environment()
     ran = f"On a CPU, torch {versions['torch']}, transformers {versions['transformers']}."
     if which in ("all", "families"):
@@ -164,8 +166,7 @@ def main() -> int:
             if orders.get("value_order") == "fold":
                 names = (*EMBEDDED, *SAVED)
             table = family_table(orders, names)
-            page = replaced(page, name, f"{title}\n\n{table}\n{ran}")
-            PAGE.write_text(page, encoding="utf-8")
+            replace_part(name, f"{title}\n\n{table}\n{ran}")
         notes = (
             "Embedded models: calibrated on 3 x 3 texts of 128 tokens with 96 new ones, compared on 4 texts of 192 "
             "tokens of held-out prose and 32 new tokens each. Random models: calibrated on 3 x 3 texts of 24 tokens "
@@ -173,7 +174,7 @@ def main() -> int:
             "texts of 32 and 6 new tokens.\nolmo_hybrid as transformers saves it is refused: its convolution is split "
             "in the wrong places."
         )
-        page = replaced(page, "families: how", notes)
+        replace_part("families: how", notes)
     if which in ("all", "full-size"):
         body = (
             "## Exports at full size\n\n"
@@ -181,8 +182,7 @@ def main() -> int:
             "filled with random bytes, the rest holes, so seconds are those of headers and seeks and not of a disk). "
             "Peak memory is that of the whole process, torch and numpy imported.\n\n"
         )
-        page = replaced(page, "full size", body + full_size_table() + f"\n{ran}")
-    PAGE.write_text(page, encoding="utf-8")
+        replace_part("full size", body + full_size_table() + f"\n{ran}")
     return 0
 
 
