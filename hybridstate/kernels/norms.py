@@ -1,7 +1,8 @@
-"""Root-mean-square norms and the one-token convolution of a decode step, one launch each.
+"""Root-mean-square norms, the one-token convolution and gated products of a decode step, one launch each.
 
-    norm:  y = x / sqrt(mean(x^2) + eps) * w [* act(gate)]        arithmetic in float32, rounded once
-    conv:  y_c = silu( b_c + sum_j W_cj window_cj ),  window <- window shifted by the new token
+    norm:   y = x / sqrt(mean(x^2) + eps) * w [* act(gate)]        arithmetic in float32, rounded once
+    conv:   y_c = silu( b_c + sum_j W_cj window_cj ),  window <- window shifted by the new token
+    gated:  y = act(gate) * x
 
 transformers spells each as six to ten elementwise launches, which at decode batches cost more than the projections.
 """
@@ -46,21 +47,23 @@ def rms_norm_reference(
 
 @triton.jit
 def rms_norm_kernel(
-    x, weight, gate, out, x_row, gate_row, rows, eps,
+    x, weight, gate, out, x_outer, x_inner, gate_outer, gate_inner, rows, eps, INNER: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, CENTRED: tl.constexpr, ACT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: rows / R."""
+    """Grid: rows / R; INNER rows lie `inner` apart, then the next `outer`."""
     row = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
     col = tl.arange(0, DP)
     live = (row < rows)[:, None] & (col < D)[None, :]
-    value = tl.load(x + row[:, None] * x_row + col[None, :], live, 0.0).to(tl.float32)
+    place = (row // INNER) * x_outer + (row % INNER) * x_inner
+    value = tl.load(x + place[:, None] + col[None, :], live, 0.0).to(tl.float32)
     w = tl.load(weight + col, col < D, 0.0).to(tl.float32)
     if CENTRED:
         w += 1.0
     mean = tl.sum(value * value, 1) / D
     y = value * tl.rsqrt(mean + eps)[:, None] * w[None, :]
     if ACT > 0:
-        z = tl.load(gate + row[:, None] * gate_row + col[None, :], live, 0.0).to(tl.float32)
+        place = (row // INNER) * gate_outer + (row % INNER) * gate_inner
+        z = tl.load(gate + place[:, None] + col[None, :], live, 0.0).to(tl.float32)
         share = 1.0 / (1.0 + tl.exp(-z))
         y = y * (z * share if ACT == 1 else share)
     tl.store(out + row[:, None] * D + col[None, :], y.to(out.dtype.element_ty), live)
@@ -82,33 +85,45 @@ def rms_norm(
     """
     if (gate is None) != (activation == "") or activation not in ACTIVATIONS:
         raise NumericError(f"a gate takes silu or sigmoid, found {activation!r}")
-    flat = x.reshape(-1, x.shape[-1])
+    width = x.shape[-1]
+    inner = x.shape[-2] if x.dim() > 2 else 1
+    flat = x.reshape(-1, inner, width)
     gates = flat if gate is None else gate.reshape(flat.shape)
-    if flat.stride(1) != 1 or gates.stride(1) != 1:
+    if flat.stride(2) != 1 or gates.stride(2) != 1:
         raise NumericError("a norm needs contiguous columns")
-    rows, width = flat.shape
+    rows = len(flat) * inner
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     padded = triton.next_power_of_2(width)
     block = max(1, min(1024 // padded, 8))
     rms_norm_kernel[(triton.cdiv(rows, block),)](
-        flat, weight, gates, out, flat.stride(0), gates.stride(0), rows, eps,
+        flat, weight, gates, out, *flat.stride()[:2], *gates.stride()[:2], rows, eps, inner,
         width, padded, block, zero_centred, ACTIVATIONS[activation], num_warps=4,
     )  # fmt: skip
     return out
 
 
-def conv_reference(x: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def conv_reference(
+    x: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor | None = None
+) -> Tensor:
     """The torch twin: one token of a depthwise causal convolution with SiLU; shifts `window` in place.
 
     Args:
         x: `[B, C]`.
-        window: `[B, C, L]`, oldest token first, at least `W - 1` columns.
+        window: `[B, C, L]`, oldest token first, at least `W - 1` columns; `[slots, C, L]` with `slots`.
         weight: `[C, W]`.
         bias: `[C]` or None.
+        slots: int64 `[B]`, the window of each row; -1 for padding, whose output is zero. None: row by row.
 
     Returns:
         `[B, C]` in the dtype of `x`.
     """
+    if slots is not None:
+        live = slots >= 0
+        held = window[slots[live]]
+        out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        out[live] = conv_reference(x[live], held, weight, bias)
+        window[slots[live]] = held
+        return out
     taps = weight.shape[1]
     joined = torch.cat([window.to(x.dtype), x[..., None]], -1)
     y = (joined[..., -taps:].float() * weight.float()).sum(-1)
@@ -119,15 +134,20 @@ def conv_reference(x: Tensor, window: Tensor, weight: Tensor, bias: Tensor | Non
 
 @triton.jit
 def conv_kernel(
-    x, window, weight, bias, out, x_batch, x_channel, w_batch, C,
-    L: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, BC: tl.constexpr,
+    x, window, weight, bias, slots, out, x_batch, x_channel, w_batch, C,
+    L: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, SLOTS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Grid: (batch, C / BC)."""
     batch = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
-    live = channel < C
+    inside = channel < C
+    live = inside
+    slot = batch
+    if SLOTS:
+        slot = tl.load(slots + batch).to(tl.int64)
+        live = inside & (slot >= 0)
     new = tl.load(x + batch * x_batch + channel * x_channel, live, 0.0)
-    held = window + batch * w_batch + channel * L
+    held = window + slot * w_batch + channel * L
     y = new.to(tl.float32) * tl.load(weight + channel * W + W - 1, live, 0.0).to(tl.float32)
     for j in tl.static_range(L):
         value = tl.load(held + j, live, 0.0)
@@ -139,11 +159,17 @@ def conv_kernel(
     tl.store(held + L - 1, new.to(window.dtype.element_ty), live)
     if BIAS:
         y += tl.load(bias + channel, live, 0.0).to(tl.float32)
-    y = y / (1.0 + tl.exp(-y))
-    tl.store(out + batch * C + channel, y.to(out.dtype.element_ty), live)
+    y = tl.where(live, y / (1.0 + tl.exp(-y)), 0.0)
+    tl.store(out + batch * C + channel, y.to(out.dtype.element_ty), inside)
 
 
-def conv_step(x: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def conv_step(
+    x: Tensor,
+    window: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    slots: Tensor | None = None,
+) -> Tensor:
     """One launch; arguments and result as `conv_reference`.
 
     Raises:
@@ -151,7 +177,9 @@ def conv_step(x: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None = N
     """
     batch, channels = x.shape
     length, taps = window.shape[-1], weight.shape[-1]
-    if window.shape[:2] != x.shape or weight.shape[0] != channels or length < taps - 1:
+    rows = batch if slots is None else window.shape[0]
+    fits = window.shape[:2] == (rows, channels) and weight.shape[0] == channels
+    if not fits or length < taps - 1:
         raise NumericError(
             f"a convolution of {list(x.shape)} with window {list(window.shape)} and weight "
             f"{list(weight.shape)}"
@@ -160,8 +188,54 @@ def conv_step(x: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None = N
         raise NumericError("a convolution needs contiguous windows and weights")
     out = torch.empty((batch, channels), dtype=x.dtype, device=x.device)
     conv_kernel[(batch, triton.cdiv(channels, CHANNELS))](
-        x, window, weight, weight if bias is None else bias, out,
+        x, window, weight, weight if bias is None else bias, x if slots is None else slots, out,
         x.stride(0), x.stride(1), window.stride(0), channels,
-        length, taps, bias is not None, CHANNELS, num_warps=4,
+        length, taps, bias is not None, slots is not None, CHANNELS, num_warps=4,
     )  # fmt: skip
+    return out
+
+
+def gated_reference(x: Tensor, gate: Tensor, activation: str) -> Tensor:
+    """The torch twin of `gated`."""
+    wide = gate.float()
+    share = wide * wide.sigmoid() if activation == "silu" else wide.sigmoid()
+    return (x.float() * share).to(x.dtype)
+
+
+@triton.jit
+def gated_kernel(
+    x, gate, out, x_row, gate_row, D: tl.constexpr, SILU: tl.constexpr, BD: tl.constexpr
+):
+    """Grid: (rows, D / BD)."""
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BD + tl.arange(0, BD)
+    live = col < D
+    value = tl.load(x + row * x_row + col, live, 0.0).to(tl.float32)
+    z = tl.load(gate + row * gate_row + col, live, 0.0).to(tl.float32)
+    share = 1.0 / (1.0 + tl.exp(-z))
+    if SILU:
+        share *= z
+    tl.store(out + row * D + col, (value * share).to(out.dtype.element_ty), live)
+
+
+def gated(x: Tensor, gate: Tensor, activation: str) -> Tensor:
+    """x times an activation of the gate, in float32, one launch.
+
+    Args:
+        x, gate: `[T, D]`, columns contiguous; rows may lie apart.
+        activation: `silu` or `sigmoid`.
+
+    Raises:
+        NumericError: another activation, shapes that differ, or strided columns.
+    """
+    if ACTIVATIONS.get(activation, 0) == 0:
+        raise NumericError(f"a gate takes silu or sigmoid, found {activation!r}")
+    if x.shape != gate.shape or x.stride(1) != 1 or gate.stride(1) != 1:
+        raise NumericError(f"a product of {list(x.shape)} with a gate {list(gate.shape)}")
+    rows, width = x.shape
+    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    block = min(1024, triton.next_power_of_2(width))
+    gated_kernel[(rows, triton.cdiv(width, block))](
+        x, gate, out, x.stride(0), gate.stride(0), width, activation == "silu", block, num_warps=4
+    )
     return out

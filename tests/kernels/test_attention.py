@@ -4,8 +4,13 @@ import pytest
 import torch
 
 from hybridstate.errors import NumericError
-from hybridstate.kernels import attention
-from hybridstate.kernels.attention import attention_reference, attention_step
+from hybridstate.kernels.attention import (
+    append_reference,
+    append_step,
+    attention_reference,
+    attention_step,
+    part_columns,
+)
 from tests.tolerances import assert_within
 
 CASES = [  # batch, heads, groups, length, DK, DV; DV 0: the latent of 32 columns of the keys
@@ -44,14 +49,70 @@ def twin(q, keys, values, mask, scale, width):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("part", [1024, 32])
-def test_step_equals_the_twin(
-    case: tuple[int, ...], part: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "PART_TOKENS", part)
+def test_step_equals_the_twin(case: tuple[int, ...], part: int) -> None:
     q, keys, values, mask, width = inputs(case, "cpu", torch.float32)
     width = width if values is None else 0
-    found = attention_step(q, keys, values, mask, 0.3, width)
+    found = attention_step(q, keys, values, mask, 0.3, width, part=part)
     assert_within(found, twin(q, keys, values, mask, 0.3, width), "kernel-f32")
+
+
+def in_lines(
+    case: tuple[int, ...], device: str, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """A cache of more lines than the batch, in another order; the last sequence is padding."""
+    q, keys, values, _, _ = inputs(case, device, dtype)
+    batch, length = case[0], case[3]
+    lines = torch.arange(batch, device=device).flip(0)
+    lengths = torch.arange(batch, device=device) * (length // batch) + 1
+    keys = torch.cat([keys, keys[:1]]).nan_to_num(0.5)
+    values = None if values is None else torch.cat([values, values[:1]]).nan_to_num(0.5)
+    for row in range(batch):
+        for held in (keys, values):
+            if held is not None:
+                held[lines[row], :, lengths[row] :] = float("nan")
+    lines[-1] = -1
+    return q, keys, values, lines, lengths
+
+
+def by_lines(q, keys, values, lines, lengths, scale, width):  # type: ignore[no-untyped-def]
+    """The masked twin on each sequence's line."""
+    seen = torch.arange(keys.shape[2], device=q.device) < lengths[:, None]
+    chosen = lines.clamp(min=0)
+    held = None if values is None else values[chosen]
+    out = twin(q, keys[chosen], held, seen, scale, width)
+    out[lines < 0] = 0.0
+    return out
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("part", [1024, 32])
+def test_lines_of_different_lengths_equal_the_twin(case: tuple[int, ...], part: int) -> None:
+    q, keys, values, lines, lengths = in_lines(case, "cpu", torch.float32)
+    width = 2 * case[4] // 3 if values is None else 0
+    more = {"lines": lines, "lengths": lengths, "part": part}
+    found = attention_step(q, keys, values, None, 0.3, width, **more)
+    assert_within(found, by_lines(q, keys, values, lines, lengths, 0.3, width), "kernel-f32")
+
+
+@pytest.mark.parametrize("first", [0, 8])
+def test_a_token_is_appended_to_its_line(first: int) -> None:
+    generator = torch.Generator().manual_seed(first)
+    held = torch.randn((4, 2, 9, 24), generator=generator)
+    new = torch.randn((3, 2, 16), generator=generator)
+    lines, positions = torch.tensor([2, -1, 0]), torch.tensor([8, 3, 0])
+    expected = held.clone()
+    append_reference(new, expected, lines, positions, first)
+    append_step(new, held, lines, positions, first)
+    assert torch.equal(held, expected)
+    assert not torch.equal(held[2, :, 8, first : first + 16], held[3, :, 8, first : first + 16])
+    with pytest.raises(NumericError, match="do not fit a cache"):
+        append_step(new, held, lines, positions, 9)
+
+
+def test_parts_fill_the_device_and_stay_short() -> None:
+    assert part_columns(512, 320, 64) == 512
+    assert part_columns(2, 320, 64) == 64
+    assert part_columns(2, 100_000, 64) == 1024
 
 
 def test_shapes_are_checked() -> None:
@@ -72,3 +133,6 @@ def test_step_equals_the_twin_on_a_gpu(case: tuple[int, ...]) -> None:
     width = (512 if case[4] == 576 else width) if values is None else 0
     found = attention_step(q, keys, values, mask, 0.06, width)
     assert_within(found, twin(q, keys, values, mask, 0.06, width), "kernel-bf16")
+    q, keys, values, lines, lengths = in_lines(case, "cuda", torch.bfloat16)
+    found = attention_step(q, keys, values, None, 0.06, width, lines=lines, lengths=lengths)
+    assert_within(found, by_lines(q, keys, values, lines, lengths, 0.06, width), "kernel-bf16")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybridstate.errors import NumericError
-from hybridstate.kernels.experts import MAX_PAIRS, experts_reference, experts_step
+from hybridstate.kernels.experts import MAX_PAIRS, block_count, experts_reference, experts_step
 from tests.tolerances import assert_within
 
 CASES = [  # tokens, experts, k, D, I
@@ -42,6 +42,24 @@ def test_step_equals_the_twin(case: tuple[int, ...]) -> None:
     given = inputs(tokens, experts, k, width, inner, "cpu", torch.float32)
     found = experts_step(*given, tiles=(16, 16, 16, 16))
     assert_within(found, experts_reference(*given), "kernel-f32")
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_shared_expert_is_added(gated: bool) -> None:
+    given = inputs(5, 4, 2, 24, 12, "cpu", torch.float32)
+    joined = torch.randn((5, 30), generator=torch.Generator().manual_seed(3))
+    more = joined[:, 1:25], joined[:, 0] if gated else None
+    found = experts_step(*given, *more, tiles=(16, 16, 16, 16))
+    assert_within(found, experts_reference(*given, *more), "kernel-f32")
+
+
+def test_every_routing_finds_its_blocks() -> None:
+    x, gate_up, down, _, weights = inputs(40, 3, 2, 16, 16, "cpu", torch.float32)
+    for chosen in (torch.zeros(40, 2), torch.full((40, 2), 2), torch.arange(80).view(40, 2) % 3):
+        given = (x, gate_up, down, chosen.long(), weights)
+        assert_within(experts_step(*given), experts_reference(*given), "kernel-f32")
+    assert block_count(80, 3) == 3 + 77 // 16
+    assert block_count(2, 300) == 2
 
 
 def test_too_many_pairs_are_refused() -> None:

@@ -10,6 +10,8 @@ from hybridstate.errors import NumericError
 from hybridstate.kernels.norms import (
     conv_reference,
     conv_step,
+    gated,
+    gated_reference,
     rms_norm,
     rms_norm_reference,
 )
@@ -74,6 +76,29 @@ def test_convolution_shapes_are_checked() -> None:
         conv_step(normal(2, 8), normal(2, 8, 2), normal(8, 4))
     with pytest.raises(NumericError, match="contiguous windows"):
         conv_step(normal(2, 8), normal(2, 3, 8).transpose(1, 2), normal(8, 4))
+
+
+def test_convolution_in_slots_skips_padding() -> None:
+    x, weight, bias = normal(3, 10), normal(10, 4, seed=1), normal(10, seed=2)
+    ours, theirs = (normal(5, 10, 3, seed=3) for _ in range(2))
+    slots = torch.tensor([4, -1, 0])
+    expected = conv_reference(x, theirs, weight, bias, slots)
+    assert_within(conv_step(x, ours, weight, bias, slots), expected, "kernel-f32")
+    assert torch.equal(ours, theirs)
+    assert not bool(expected[1].any())
+
+
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+def test_norm_and_product_of_strided_gates(activation: str) -> None:
+    joined = normal(3, 70)
+    gate, x, weight = joined[:, 4:34].view(3, 3, 10), normal(3, 3, 10, seed=1), normal(10, seed=2)
+    expected = rms_norm_reference(x, weight, 1e-6, gate=gate, activation=activation)
+    found = rms_norm(x, weight, 1e-6, gate=gate, activation=activation)
+    assert_within(found, expected, "kernel-f32")
+    halves = joined[:, :35], joined[:, 35:]
+    assert_within(gated(*halves, activation), gated_reference(*halves, activation), "kernel-f32")
+    with pytest.raises(NumericError, match="silu or sigmoid"):
+        gated(*halves, "relu")
 
 
 @pytest.mark.gpu
