@@ -172,7 +172,8 @@ def main() -> int:
             "tokens of held-out prose and 32 new tokens each. Random models: calibrated on 3 x 3 texts of 24 tokens "
             "with 20 new ones (their bytes folded into the vocabulary where there is no tokenizer), compared on 2 "
             "texts of 32 and 6 new tokens.\nolmo_hybrid as transformers saves it is refused: its convolution is split "
-            "in the wrong places.\nThe 8 to 16 value dims of a random model share one scale group, so calibration leaves them in order and only scales\n"
+            "in the wrong places.\nThe 8 to 16 value dims of a random model share one scale "
+            "group, so calibration leaves them in order and only scales\n"
             "act there; random value orders of every kind are compared in `tests/weights/test_value_order.py`."
         )
         replace_part("families: how", notes)
