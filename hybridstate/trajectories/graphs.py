@@ -188,7 +188,7 @@ def fixed_decode(loaded: LoadedModel, decode: RecurrenceFn) -> Iterator[None]:
     config = loaded.model.config.get_text_config(decoder=True)
     before = config._attn_implementation
     _register()
-    latent = [module for module in loaded.model.modules() if _is_latent(module)]
+    latent = [module for module in loaded.model.modules() if is_latent(module)]
     for module in latent:
         module.expand_kv = _unexpanded
     config._attn_implementation = ATTENTION
@@ -316,7 +316,7 @@ def _unexpanded(latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tenso
 
 
 @torch.no_grad()
-def _is_latent(module: Any) -> bool:
+def is_latent(module: Any) -> bool:
     """Whether a module expands latents the way `attend` folds, tried on one random latent."""
     needed = ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
     if not all(hasattr(module, name) for name in needed) or module.kv_b_proj.bias is not None:
