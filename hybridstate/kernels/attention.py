@@ -236,7 +236,7 @@ def attention_step(
 def part_columns(programs: int, length: int, step: int) -> int:
     """Columns of a part: short enough that few sequences fill the device, whole steps, at most `PART_TOKENS`."""
     wanted = max(1, PROGRAMS // max(programs, 1))
-    columns = triton.next_power_of_2(triton.cdiv(length, wanted))
+    columns = 1 << (-(-length // wanted) - 1).bit_length()
     return min(PART_TOKENS, max(step, columns))
 
 

@@ -7,25 +7,39 @@ temporal states, packed or dense, and `DecodeRun.check_bytes` proves it.
 A plan made from this checkpoint reorders key channels (and value columns): the update reads its operands through an
 index (`runtime.orders`). A checkpoint exported by `export-plan` carries the order in its weights and needs none.
 
-On a GPU the step is captured in a CUDA graph over a static KV cache when that works; `DecodeRun.mode` says what runs.
+On a GPU the step runs on lines of keys and values, its modules in few launches (`runtime.fused`), and is captured in a
+CUDA graph when that works; `DecodeRun.mode` says what runs. A CPU, and models whose attention keeps more than keys and
+values, run the model's own code.
 """
 
 from collections.abc import Callable
-from functools import cache
-from importlib import import_module
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 
 from hybridstate.errors import NumericError, UsageError
 from hybridstate.kernels import update
+from hybridstate.kernels.fusion import StepFusion
 from hybridstate.kernels.layout import DenseOrder, PackedLayout
 from hybridstate.plan.store import Plan
+from hybridstate.runtime.kv import LineCache, block_shapes
 from hybridstate.runtime.orders import check_interval, stored_orders
 from hybridstate.runtime.pool import StatePool
 from hybridstate.runtime.restore import Prefix, resume
-from hybridstate.trajectories.cache import forward, linear_layers
+from hybridstate.runtime.step import (
+    PooledStep,
+    StateHandle,
+    StepModules,
+    check_pooled,
+    pooled_layer_class,
+)
+from hybridstate.trajectories.cache import forward
+from hybridstate.trajectories.graphs import uses_fixed
 from hybridstate.trajectories.model import LoadedModel, swap
+
+__all__ = ["DecodeEngine", "DecodeRun", "StateHandle"]
 
 GRAPH_WARMUP = 3
 
@@ -34,20 +48,6 @@ def _dense_order(loaded: LoadedModel) -> DenseOrder:
     """The fastest order of a dense state on a GPU, the readable one elsewhere."""
     tiled = all(layer.value_dim % 8 == 0 for layer in loaded.spec.layers)
     return "tiles" if loaded.device.type == "cuda" and tiled else "rows"
-
-
-class StateHandle:
-    """Stands where transformers expects a state tensor: names the slots, holds no numbers."""
-
-    __slots__ = ("ordinal", "slots")
-
-    def __init__(self, ordinal: int, slots: torch.Tensor) -> None:
-        self.ordinal = ordinal
-        self.slots = slots
-
-    def to(self, *_args: Any, **_kwargs: Any) -> "StateHandle":
-        """KDA models cast the state they get back; there is nothing to cast."""
-        return self
 
 
 class DecodeEngine:
@@ -103,13 +103,21 @@ class DecodeEngine:
         found = {update.backend(self.loaded.device, layout) for layout in self.pool.layouts}
         return "reference" if "reference" in found else sorted(found)[-1]
 
-    def start(self, prefix: Prefix, *, room: int, past: Any = None) -> "DecodeRun":
+    @cached_property
+    def modules(self) -> StepModules:
+        """The model's modules in few launches; tried once."""
+        return StepModules(self.loaded)
+
+    def start(
+        self, prefix: Prefix, *, room: int, past: Any = None, fixed: bool | None = None
+    ) -> "DecodeRun":
         """Move a prefilled batch into the pool; `room` tokens can follow.
 
         Args:
             past: the cache that `prefix` was captured from, to be continued in place. Needed where attention keeps
                 more than keys and values (indexers, sliding windows); without it the KV of `prefix` is put into a
                 new one.
+            fixed: keys and values in lines, modules in few launches; None: on a GPU where the attention allows it.
 
         Raises:
             UsageError: no contiguous run of free slots for the batch.
@@ -123,7 +131,7 @@ class DecodeEngine:
             order.states(state) for order, state in zip(self.orders, prefix.states, strict=True)
         ]
         self.pool.write(slots, states, prefix.conv)
-        return DecodeRun(self, prefix, slots, room, past)
+        return DecodeRun(self, prefix, slots, room, past, fixed)
 
     def advance(
         self,
@@ -139,6 +147,39 @@ class DecodeEngine:
         handle = initial_state
         if not isinstance(handle, StateHandle) or handle.ordinal != ordinal:
             raise NumericError(f"linear layer {ordinal} was given a state that is not its own")
+        return self._advance(ordinal, q, k, v, g.float(), beta.float(), handle.slots), handle
+
+    def update(
+        self,
+        ordinal: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        decay: torch.Tensor,
+        strength: torch.Tensor,
+        slots: torch.Tensor,
+        fusion: StepFusion,
+    ) -> torch.Tensor:
+        """The same from a layer's raw projections, whose gates the kernel derives; o `[B, H, V]`."""
+        order = self.orders[ordinal]
+        if self.backend == "reference" or order.gathers_keys:
+            q, k, g, beta = fusion.derive(q, k, decay, strength)
+            return self._advance(ordinal, q, k, v, g, beta, slots)
+        if order.fusion.key_index is not None:
+            fusion = replace(fusion, key_index=order.fusion.key_index)
+        return self._advance(ordinal, q, k, v, decay, strength, slots, fusion)
+
+    def _advance(
+        self,
+        ordinal: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        slots: torch.Tensor,
+        fusion: StepFusion | None = None,
+    ) -> torch.Tensor:
         order, heads, pool = self.orders[ordinal], v.shape[1], self.pool.states[ordinal]
         # the reference runs the recurrence of T itself; kernels take c as an operand
         plain = self.backend == "reference"
@@ -147,34 +188,22 @@ class DecodeEngine:
             order.queries(q, heads),
             order.queries(k, heads),
             order.scaled(values) if plain else values,
-            order.decay(g).float(),
-            beta.float(),
+            order.decay(g),
+            beta,
         )
         layout = self.pool.layouts[ordinal]
         self.update_calls[ordinal] += 1
-        scale = None if plain else order.scale
+        options: dict[str, Any] = {
+            "value_scale": None if plain else order.scale,
+            "fusion": fusion or order.fusion,
+            "backend": self.backend,
+        }
         if isinstance(layout, PackedLayout):
-            o = update.packed_step(
-                *operands,
-                pool,
-                handle.slots,
-                layout=layout,
-                value_scale=scale,
-                fusion=order.fusion,
-                backend=self.backend,
-            )
+            o = update.packed_step(*operands, pool, slots, layout=layout, **options)
         else:
-            o = update.dense_step(
-                *operands,
-                pool,
-                handle.slots,
-                layout=layout,
-                value_scale=scale,
-                fusion=order.fusion,
-                backend=self.backend,
-            )
+            o = update.dense_step(*operands, pool, slots, layout=layout, **options)
         o = order.unscaled(o, v.dtype) if plain else o
-        return order.outputs(o), handle
+        return order.outputs(o)
 
 
 class DecodeRun:
@@ -187,6 +216,7 @@ class DecodeRun:
         slots: torch.Tensor,
         room: int,
         past: Any = None,
+        fixed: bool | None = None,
     ) -> None:
         self.engine = engine
         self.slots = slots
@@ -194,17 +224,17 @@ class DecodeRun:
         self.room = room
         self.mode = "eager"
         loaded = engine.loaded
-        if past is not None:
-            self._past = past
-        elif loaded.device.type == "cuda":
-            self._past = _static_cache(loaded, prefix, room)
+        self._step: PooledStep | None = None
+        if past is None and (uses_fixed(loaded) if fixed is None else fixed):
+            self._step = _on_lines(engine, prefix, slots, room)
+            self._past = self._step.past
         else:
-            self._past = _dynamic(loaded, prefix)
-        first = int(slots[0])
-        for layer in loaded.spec.layers:
-            window = engine.pool.conv[layer.ordinal][first : first + prefix.batch]
-            handle = StateHandle(layer.ordinal, slots)
-            self._past.layers[layer.index] = _pooled_layer_class()(handle, window)
+            self._past = past if past is not None else _dynamic(loaded, prefix)
+            first = int(slots[0])
+            for layer in loaded.spec.layers:
+                window = engine.pool.conv[layer.ordinal][first : first + prefix.batch]
+                handle = StateHandle(layer.ordinal, slots)
+                self._past.layers[layer.index] = pooled_layer_class()(handle, window)
         self._graph: Callable[[], None] | None = None
         self._tokens = torch.zeros(prefix.batch, 1, dtype=torch.int64, device=loaded.device)
         self._logits: torch.Tensor | None = None
@@ -228,8 +258,11 @@ class DecodeRun:
 
     def _forward(self) -> torch.Tensor:
         self.engine.update_calls = [0] * len(self.engine.pool.layouts)
-        with swap(self.engine.loaded, decode=self.engine.advance):
-            logits = forward(self.engine.loaded, self._tokens, self._past)[:, -1]
+        if self._step is not None:
+            logits = self._step(self._tokens)
+        else:
+            with swap(self.engine.loaded, decode=self.engine.advance):
+                logits = forward(self.engine.loaded, self._tokens, self._past)[:, -1]
         for ordinal, calls in enumerate(self.engine.update_calls):
             if calls != 1:
                 raise NumericError(f"linear layer {ordinal} was updated {calls} times in one step")
@@ -243,6 +276,8 @@ class DecodeRun:
         """
         if self.engine.loaded.device.type != "cuda":
             return "no GPU"
+        if self._step is None:
+            return "the model's attention keeps its own cache"
         saved = self._saved()
         try:
             side = torch.cuda.Stream()
@@ -266,12 +301,8 @@ class DecodeRun:
         pool = self.engine.pool
         first, last = int(self.slots[0]), int(self.slots[-1]) + 1
         kept = [tensor[first:last] for tensor in (*pool.states, *pool.conv)]
-        for layer in self._past.layers:
-            kept += [
-                value
-                for value in vars(layer).values()
-                if isinstance(value, torch.Tensor) and value.dim() == 0
-            ]
+        if self._step is not None:
+            kept.append(self._step.lengths)
         return [(tensor, tensor.clone()) for tensor in kept]
 
     def _put_back(self, saved: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -284,26 +315,7 @@ class DecodeRun:
         Raises:
             NumericError: the cache holds a state tensor, or the pool is not as large as accounted.
         """
-        pool = self.engine.pool
-        if pool.held_bytes != pool.nbytes:
-            raise NumericError(
-                f"the pool holds {pool.held_bytes} bytes between steps, accounted {pool.nbytes}",
-                found=pool.held_bytes,
-                expected=pool.nbytes,
-            )
-        for ordinal, layer in enumerate(linear_layers(self._past)):
-            held = layer.recurrent_states[0]
-            if not isinstance(held, StateHandle):
-                raise NumericError(
-                    f"linear layer {ordinal} keeps a {type(held).__name__} beside the pool"
-                )
-            pooled = pool.conv[ordinal]
-            if (
-                layer.conv_states[0].untyped_storage().data_ptr()
-                != pooled.untyped_storage().data_ptr()
-            ):
-                raise NumericError(f"linear layer {ordinal} keeps a convolution window of its own")
-        return pool.slot_bytes
+        return check_pooled(self._past, self.engine.pool)
 
     def close(self) -> None:
         """Give the slots back, poisoned."""
@@ -315,40 +327,14 @@ def _dynamic(loaded: LoadedModel, prefix: Prefix) -> Any:
     return resume(loaded, prefix.kv, (), ())
 
 
-def _static_cache(loaded: LoadedModel, prefix: Prefix, room: int) -> Any:
-    """A fixed-size KV cache holding the prefix, so that a captured step finds the same addresses."""
-    transformers: Any = import_module("transformers")
-    config = loaded.model.config.get_text_config(decoder=True)
+def _on_lines(engine: DecodeEngine, prefix: Prefix, slots: torch.Tensor, room: int) -> PooledStep:
+    """The step of a batch whose prefix is copied into lines of its own."""
+    loaded, device = engine.loaded, engine.loaded.device
     # graph warm-up writes past the present position before it is undone
     length = prefix.length + max(room, GRAPH_WARMUP + 1)
-    past = transformers.StaticCache(config=config, max_cache_len=length)
+    cache = LineCache(loaded, block_shapes(loaded, prefix.kv), prefix.batch, length)
+    rows = torch.tensor(cache.alloc(prefix.batch), device=device)
     for block, (keys, values) in prefix.kv.items():
-        past.layers[block].update(keys, values)
-    return past
-
-
-@cache
-def _pooled_layer_class() -> Any:
-    """The cache layer of a linear block: a handle and a view of the pool's window."""
-    cache_utils: Any = import_module("transformers.cache_utils")
-
-    class PooledLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
-        def __init__(self, handle: StateHandle, window: torch.Tensor) -> None:
-            super().__init__()
-            self.recurrent_states[0] = handle
-            self.conv_states[0] = window
-            self.conv_kernel_size[0] = window.shape[-1] + 1
-            self.is_conv_states_initialized[0] = True
-            self.is_recurrent_states_initialized[0] = True
-            self.has_previous_state[0] = True
-            self.dtype, self.device = window.dtype, window.device
-
-        def update_recurrent_state(self, recurrent_states: Any, *args: Any, **kwargs: Any) -> Any:
-            if recurrent_states is not self.recurrent_states[0]:
-                raise NumericError("the model wrote a state tensor where the pool's handle belongs")
-            return recurrent_states
-
-        def update_conv_state(self, *args: Any, **kwargs: Any) -> Any:
-            raise NumericError("packed states advance one token at a time")
-
-    return PooledLayer
+        cache.write(block, rows, 0, keys, values)
+    lengths = torch.full((prefix.batch,), prefix.length, dtype=torch.int64, device=device)
+    return PooledStep(engine, cache, slots, rows, lengths)

@@ -54,6 +54,11 @@ class StoredOrder:
         """The key order where torch has to gather it: an index of bytes cannot name the channels."""
         return None if self.fusion is not NO_FUSION else self.key
 
+    @property
+    def gathers_keys(self) -> bool:
+        """Whether q, k and decays are gathered in torch, so that gates have to be derived before."""
+        return self._gathered is not None
+
     def gathers(self, *, per_channel: bool) -> int:
         """Gathers in torch around one update; each is a launch beside the kernel's on a GPU."""
         keys = (

@@ -65,9 +65,18 @@ def replacement(module: Any) -> tuple[str, Callable[..., Any] | None]:
     return "", None
 
 
-def _close(found: Tensor, expected: Tensor) -> bool:
-    difference = (found.float() - expected.float()).norm()
-    return found.shape == expected.shape and bool(difference <= _TRIAL * expected.float().norm())
+def agree(found: Tensor, expected: Tensor, *, rows: bool = False) -> bool:
+    """Whether two results differ by roundings alone.
+
+    With `rows`, one row in eight may be anything: a near tie between two experts goes either way.
+    """
+    if found.shape != expected.shape:
+        return False
+    difference, size = found.float() - expected.float(), expected.float()
+    if not rows:
+        return bool(difference.norm() <= _TRIAL * size.norm())
+    right = difference.flatten(1).norm(dim=1) <= _TRIAL * size.flatten(1).norm(dim=1)
+    return bool(right.float().mean() >= 7 / 8)
 
 
 def _sample(rows: int, width: int, like: Tensor) -> Tensor:
@@ -94,7 +103,7 @@ def _norm(module: Any) -> Callable[..., Any] | None:
     x = _sample(2, len(weight), weight)
     expected = module(x)
     for centred in (False, True):
-        if _close(rms_norm(x, weight, eps, zero_centred=centred), expected):
+        if agree(rms_norm(x, weight, eps, zero_centred=centred), expected):
             return lambda x, centred=centred: rms_norm(x, weight, eps, zero_centred=centred)
     return None
 
@@ -110,7 +119,7 @@ def _gated_norm(module: Any) -> Callable[..., Any] | None:
     for activation in ("silu", "sigmoid"):
         for centred in (False, True):
             options: dict[str, Any] = {"zero_centred": centred, "activation": activation}
-            if _close(rms_norm(x, weight, eps, gate=gate, **options), expected):
+            if agree(rms_norm(x, weight, eps, gate=gate, **options), expected):
                 return lambda x, gate, options=options: rms_norm(
                     x, weight, eps, gate=gate, **options
                 )
@@ -138,7 +147,7 @@ def _experts(module: Any) -> Callable[..., Any] | None:
     x = _sample(2, width, down)
     chosen = torch.tensor([[0, experts - 1], [experts // 2, 0]], device=x.device)
     weights = torch.tensor([[0.25, 0.75], [0.5, 0.5]], device=x.device, dtype=x.dtype)
-    return forward if _close(forward(x, chosen, weights), original(x, chosen, weights)) else None
+    return forward if agree(forward(x, chosen, weights), original(x, chosen, weights)) else None
 
 
 def _router(module: Any) -> Callable[..., Any] | None:
@@ -163,6 +172,8 @@ def _router(module: Any) -> Callable[..., Any] | None:
     if len(expected) != len(found):
         return None
     places, ours = expected[2].argsort(-1), found[2].argsort(-1)
-    same = torch.equal(expected[2].gather(-1, places), found[2].gather(-1, ours))
-    right = same and _close(found[1].gather(-1, ours), expected[1].gather(-1, places))
+    chosen = expected[2].gather(-1, places), found[2].gather(-1, ours)
+    same = (chosen[0] == chosen[1]).all(-1)
+    weights = expected[1].gather(-1, places)[same], found[1].gather(-1, ours)[same]
+    right = bool(same.float().mean() >= 7 / 8) and agree(weights[1], weights[0])
     return forward if right and expected[1].dtype == found[1].dtype else None

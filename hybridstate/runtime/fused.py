@@ -1,0 +1,323 @@
+"""Linear layers and mixtures of experts of a decode step in few launches.
+
+Modules of transformers keep their weights and, for all but one-token steps on our pool, their code. A module gets
+another forward only where a trial on its own weights gives what the module gives; one it cannot be tried on, or that
+fails, stays as it is.
+
+* A linear layer: one product for all projections of its input, the convolution on the pool's window, the update with
+  gates derived in the kernel, the gated norm, the output projection. Two more products where gates are low-rank (KDA).
+* A mixture of experts: one product for the shared expert, the router and the shared gate (the router alone in float32
+  where the model routes so), the choice, the experts, and one sum.
+
+Weights of projections that share an input are moved into one tensor; the modules keep views of it, so nothing is held
+twice and their own forwards read the same numbers.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from hybridstate.families import LinearLayer, ModelSpec
+from hybridstate.kernels.fusion import StepFusion
+from hybridstate.kernels.reference import recurrent_step
+from hybridstate.trajectories.cache import new_cache
+from hybridstate.trajectories.launches import TOKENS_PER_EXPERT, agree, replacement
+from hybridstate.trajectories.model import LoadedModel
+
+Advance = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""q, k `[B, Hk, K]`, v `[B, H, V]`, raw decay input `[B, H]` or `[B, H, K]`, raw strength `[B, H]` -> o `[B, H, V]`."""
+ALIGNED: Final = 8
+"""Rows of a joined projection are padded to a multiple of this many: matrix kernels want 16 bytes of BF16."""
+_ROWS: Final = 8
+"""Rows of a trial."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearNames:
+    """Where a linear module of transformers keeps the parts of its step.
+
+    Attributes:
+        channels: projections whose outputs pass the convolution, in channel order q, k, v.
+        gate, decay: projections one after another, the first of the layer's input.
+        strength: projection of beta.
+        a_log, dt_bias, norm, out, conv: as they say.
+    """
+
+    channels: tuple[str, ...]
+    gate: tuple[str, ...]
+    decay: tuple[str, ...]
+    strength: str
+    a_log: str
+    dt_bias: str
+    norm: str
+    out: str
+    conv: str = "conv1d"
+
+
+LINEAR: Final = (
+    LinearNames(
+        ("in_proj_qkv",), ("in_proj_z",), ("in_proj_a",), "in_proj_b", "A_log", "dt_bias", "norm", "out_proj"
+    ),
+    LinearNames(
+        ("q_proj", "k_proj", "v_proj"),
+        ("g_a_proj", "g_b_proj"),
+        ("forget_gate.f_a_proj", "forget_gate.f_b_proj"),
+        "b_proj",
+        "forget_gate.A_log",
+        "forget_gate.dt_bias",
+        "o_norm",
+        "o_proj",
+    ),
+)  # fmt: skip
+"""Gated DeltaNet as Qwen3.5 writes it, Kimi Delta Attention as Kimi-Linear does."""
+
+
+class LinearStep:
+    """One token of one linear layer.
+
+    Args:
+        module: of transformers.
+        names: where its parts are.
+        layer, spec: its sizes and the model's gate.
+
+    Raises:
+        AttributeError, ValueError: the module is built differently.
+    """
+
+    def __init__(
+        self, module: Any, names: LinearNames, layer: LinearLayer, spec: ModelSpec
+    ) -> None:
+        def part(name: str) -> Any:
+            return attrgetter(name)(module)
+
+        first = [*names.channels, names.gate[0], names.decay[0], names.strength]
+        self._layer = layer
+        self._joined, at = join_projections([part(name) for name in first])
+        self._channels = at[len(names.channels)]
+        self._gate = slice(*at[-4:-2]), [plain_weight(part(n)) for n in names.gate[1:]]
+        self._decay = slice(*at[-3:-1]), [plain_weight(part(n)) for n in names.decay[1:]]
+        self._strength = slice(*at[-2:])
+        conv = part(names.conv)
+        if conv.kernel_size[0] != layer.conv_width or self._channels != layer.conv_channels:
+            raise ValueError("another convolution")
+        self._taps, self._bias = conv.weight[:, 0].contiguous(), conv.bias
+        norm = part(names.norm)
+        found = replacement(norm)[1] if self._taps.is_cuda else None
+        self._norm: Callable[..., Tensor] = found or norm
+        self._out = plain_weight(part(names.out))
+        units = spec.decay_shape(layer)
+        heads = layer.value_heads
+        self.fusion = StepFusion(
+            a_log=part(names.a_log).detach().float().reshape(-1)[:heads].contiguous(),
+            dt_bias=part(names.dt_bias).detach().float().reshape(units).contiguous(),
+            lower_bound=spec.lower_bound if spec.gate == "safe" else None,
+            beta_scale=1.0,
+        )
+
+    def __call__(self, x: Tensor, windows: Tensor, slots: Tensor, advance: Advance) -> Tensor:
+        """One token.
+
+        Args:
+            x: `[B, D]`.
+            windows: `[slots, C, W - 1]`, advanced in place.
+            slots: int64 `[B]`, -1 for padding.
+            advance: the recurrence on the same slots.
+
+        Returns:
+            `[B, D]`.
+        """
+        from hybridstate.kernels import norms
+
+        n, batch = self._layer, len(x)
+        joined = linear(x, self._joined)
+        conv = norms.conv_step if x.is_cuda else norms.conv_reference
+        mixed = conv(joined[:, : self._channels], windows, self._taps, self._bias, slots)
+        keys, all_keys = n.key_heads * n.key_dim, 2 * n.key_heads * n.key_dim
+        q = mixed[:, :keys].unflatten(1, (n.key_heads, n.key_dim))
+        k = mixed[:, keys:all_keys].unflatten(1, (n.key_heads, n.key_dim))
+        v = mixed[:, all_keys:].unflatten(1, (n.value_heads, n.value_dim))
+        decay = _chain(joined, *self._decay)
+        if self.fusion.dt_bias is not None and self.fusion.dt_bias.dim() == 2:
+            decay = decay.unflatten(1, (n.value_heads, n.key_dim))
+        o = advance(q, k, v, decay, joined[:, self._strength])
+        gate = _chain(joined, *self._gate).unflatten(1, (n.value_heads, n.value_dim))
+        if not x.is_cuda:  # the module's own norm knows rows alone
+            o, gate = o.reshape(-1, n.value_dim), gate.reshape(-1, n.value_dim)
+        return linear(self._norm(o, gate).reshape(batch, -1), self._out)
+
+
+def _chain(joined: Tensor, first: slice, weights: Sequence[Tensor]) -> Tensor:
+    """Columns of the joined projection, through the projections behind them."""
+    x = joined[:, first]
+    for weight in weights:
+        x = linear(x, weight)
+    return x
+
+
+def linear_step(loaded: LoadedModel, module: Any, layer: LinearLayer) -> LinearStep | None:
+    """The step of a linear module where a trial gives what the module gives, else None."""
+    for names in LINEAR:
+        try:
+            step = LinearStep(module, names, layer, loaded.spec)
+        except (AttributeError, ValueError):
+            continue
+        return step if _linear_trial(loaded, module, layer, step) else None
+    return None
+
+
+@torch.no_grad()
+def _linear_trial(loaded: LoadedModel, module: Any, layer: LinearLayer, step: LinearStep) -> bool:
+    """Whether step and module agree on outputs, states and windows of random rows."""
+    generator = torch.Generator().manual_seed(layer.index)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(loaded.device, loaded.dtype)
+
+    width = module_width(module)
+    x = draw(_ROWS, width)
+    state = draw(_ROWS, layer.value_heads, layer.key_dim, layer.value_dim).float() / 10
+    windows = draw(_ROWS, layer.conv_channels, layer.conv_width - 1)
+    past = new_cache(loaded)
+    held = past.layers[layer.index]
+    padded = torch.nn.functional.pad(windows, (1, 0))
+    held.update_conv_state(padded, conv_kernel_size=padded.shape[-1])
+    held.update_recurrent_state(state)
+    expected = module(x[:, None], **{cache_name(module): past})[:, 0]
+    ours = state.clone()
+
+    def advance(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor) -> Tensor:
+        q, k, g, beta = step.fusion.derive(q, k, decay, strength)
+        o, new = recurrent_step(q, k, v, g, beta, ours)
+        ours.copy_(new)
+        return o.to(v.dtype)
+
+    found = step(x, windows, torch.arange(_ROWS, device=x.device), advance)
+    kept = held.conv_states[0][..., 1 - layer.conv_width :]
+    return (
+        agree(found, expected)
+        and agree(ours, held.recurrent_states[0])
+        and agree(windows, kept.to(windows.dtype))
+    )
+
+
+def module_width(module: Any) -> int:
+    """Width of a linear module's input."""
+    for names in LINEAR:
+        if hasattr(module, names.channels[0]):
+            return int(getattr(module, names.channels[0]).in_features)
+    raise ValueError(f"{type(module).__name__} is built differently")
+
+
+def cache_name(module: Any) -> str:
+    """The argument that brings the cache: `cache_params`, from transformers 5.24 on `cache`."""
+    return "cache" if "cache" in inspect.signature(module.forward).parameters else "cache_params"
+
+
+# -- mixtures of experts --------------------------------------------------------------------------
+
+
+class ExpertStep:
+    """One token per sequence through a mixture of experts with a shared one.
+
+    Raises:
+        AttributeError, ValueError: the module is built differently.
+    """
+
+    def __init__(self, module: Any) -> None:
+        router, experts = module.gate, module.experts
+        shared = getattr(module, "shared_expert", None) or module.shared_experts
+        shared_gate = getattr(module, "shared_expert_gate", None)
+        self._top = int(router.top_k)
+        self._gate_up, self._down = experts.gate_up_proj, experts.down_proj
+        self._inner = int(shared.gate_proj.out_features)
+        self._shared_down = plain_weight(shared.down_proj)
+        self._bias = getattr(router, "e_score_correction_bias", None)
+        self._factor = float(getattr(router, "routed_scaling_factor", 1.0) or 1.0)
+        weight = router.weight
+        self._wide = None if self._bias is None else weight.detach().float()
+        joined = [shared.gate_proj, shared.up_proj]
+        joined += [router] if self._bias is None else []
+        joined += [] if shared_gate is None else [shared_gate]
+        self._joined, at = join_projections(joined)
+        self._logits = slice(at[2], at[3]) if self._bias is None else None
+        self._shared_gate = None if shared_gate is None else at[-2]
+        self.most = TOKENS_PER_EXPERT * len(self._down) // self._top
+        """Tokens up to which this is the faster way."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[T, D]` to `[T, D]`."""
+        from hybridstate.kernels import experts, norms, router
+
+        gpu, inner = x.is_cuda, self._inner
+        joined = linear(x, self._joined)
+        product = norms.gated if gpu else norms.gated_reference
+        hidden = product(joined[:, inner : 2 * inner], joined[:, :inner], "silu")
+        shared = linear(hidden, self._shared_down)
+        logits = (
+            linear(x.float(), self._wide) if self._wide is not None else joined[:, self._logits]
+        )
+        choose = router.route if gpu else router.route_reference
+        weights, chosen = choose(logits, self._top, bias=self._bias, factor=self._factor)
+        gate = None if self._shared_gate is None else joined[:, self._shared_gate]
+        run = experts.experts_step if gpu else experts.experts_reference
+        return run(x, self._gate_up, self._down, chosen, weights, shared, gate)
+
+
+def expert_step(module: Any) -> ExpertStep | None:
+    """The step of a mixture of experts where a trial gives what the module gives, else None."""
+    try:
+        step = ExpertStep(module)
+    except (AttributeError, ValueError):
+        return None
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn((_ROWS, step._down.shape[1]), generator=generator)
+    x = x.to(step._down.device, step._down.dtype)
+    with torch.no_grad():
+        expected, found = module(x[:, None])[:, 0], step(x)
+    return step if agree(found, expected, rows=True) else None
+
+
+# -- joined projections ---------------------------------------------------------------------------
+
+
+def plain_weight(module: Any) -> Tensor:
+    """The weight of a projection without a bias.
+
+    Raises:
+        ValueError: it has one.
+    """
+    if getattr(module, "bias", None) is not None or module.weight.dim() != 2:
+        raise ValueError("a projection with a bias")
+    weight: Tensor = module.weight
+    return weight
+
+
+@torch.no_grad()
+def join_projections(modules: Sequence[Any]) -> tuple[Tensor, list[int]]:
+    """One weight of projections that share an input; the modules' weights become views of it.
+
+    Returns:
+        `[rows, D]`, zero rows at the end up to a multiple of `ALIGNED`, and where each projection begins, with the end
+        of the last.
+
+    Raises:
+        ValueError: a bias, or weights that differ in width, dtype or device.
+    """
+    weights = [plain_weight(module) for module in modules]
+    if len({(w.shape[1], w.dtype, w.device) for w in weights}) != 1:
+        raise ValueError("projections that cannot be joined")
+    at = [0]
+    for weight in weights:
+        at.append(at[-1] + len(weight))
+    joined = weights[0].new_zeros((-(-at[-1] // ALIGNED) * ALIGNED, weights[0].shape[1]))
+    for module, weight, start in zip(modules, weights, at, strict=False):
+        view = joined[start : start + len(weight)]
+        view.copy_(weight)
+        module.weight.data = view
+    return joined, at

@@ -1,0 +1,132 @@
+"""Steps on pool slots and cache lines: the model's own logits, whatever the lengths; padding touches nothing."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridstate.bench.decode_check import errors, simulated_logits
+from hybridstate.errors import NumericError, UsageError
+from hybridstate.runtime.engine import DecodeEngine
+from hybridstate.runtime.kv import LineCache, block_shapes
+from hybridstate.runtime.restore import Prefix, capture
+from hybridstate.runtime.step import PooledStep
+from hybridstate.trajectories.cache import prefill
+from hybridstate.trajectories.dummy import dummy_model
+from hybridstate.trajectories.model import LoadedModel
+from tests.tolerances import assert_within
+from tests.trajectories.test_graphs import GDN, KDA, small
+
+MODELS = {"gdn": ("Qwen3.6-35B-A3B", GDN), "kda": ("Kimi-Linear-48B-A3B", KDA)}
+
+
+@pytest.fixture(scope="module", params=sorted(MODELS))
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    name, changes = MODELS[request.param]
+    folder: Path = tmp_path_factory.mktemp("steps") / request.param
+    return dummy_model(small(folder, name, **changes))
+
+
+def draw(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 500, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def prefix_of(loaded: LoadedModel, batch: int, length: int, seed: int = 0) -> Prefix:
+    tokens = draw(batch, length, seed)
+    return capture(loaded, tokens, prefill(loaded, tokens)[1])
+
+
+@pytest.mark.parametrize("state", ["fp32", "damp"])
+def test_steps_on_lines_equal_the_model(loaded: LoadedModel, state: str) -> None:
+    prefix, forced = prefix_of(loaded, 3, 21), draw(3, 4, seed=1)
+    engine = DecodeEngine(loaded, state=state, slots=5)
+    engine.pool.alloc(1)  # slots and rows differ
+    run = engine.start(prefix, room=4, fixed=True)
+    found = torch.stack([run.step(column).clone() for column in forced.T])
+    run.check_bytes()
+    expected = simulated_logits(loaded, engine, prefix, forced)
+    if state == "fp32":
+        assert_within(found, expected, "replay-logits-f32")
+    else:
+        assert errors(found, expected)[0] < 1e-3
+    dense = sum(hasattr(block.mlp, "gate_proj") for block in loaded.model.model.layers)
+    assert engine.modules.replaced["linear"] == 3
+    assert engine.modules.replaced["mixtures"] == 4 - dense
+
+
+def test_lengths_differ_and_padding_touches_nothing(loaded: LoadedModel) -> None:
+    prefixes = [prefix_of(loaded, 1, length, seed=length) for length in (5, 17)]
+    forced = draw(2, 3, seed=2)
+    engine = DecodeEngine(loaded, state="fp32", slots=4)
+    lines = LineCache(loaded, block_shapes(loaded, prefixes[0].kv), 3, 24)
+    slots, rows = torch.tensor([2, -1, 0]), torch.tensor([1, -1, 2])
+    for prefix, place in zip(prefixes, (0, 2), strict=True):
+        engine.pool.write(slots[place : place + 1], prefix.states, prefix.conv)
+        for block, (keys, values) in prefix.kv.items():
+            lines.write(block, rows[place : place + 1], 0, keys, values)
+    untouched = [state[[1, 3]].clone() for state in engine.pool.states]
+    step = PooledStep(engine, lines, slots, rows, torch.tensor([5, 0, 17]))
+    found = []
+    for column in forced.T:
+        tokens = torch.tensor([[int(column[0])], [7], [int(column[1])]])
+        found.append(step(tokens)[[0, 2]])
+    assert step.lengths.tolist() == [8, 3, 20]
+    for place, prefix in enumerate(prefixes):
+        expected = simulated_logits(loaded, None, prefix, forced[place : place + 1])
+        assert_within(torch.stack(found)[:, place : place + 1], expected, "replay-logits-f32")
+    for state, before in zip(engine.pool.states, untouched, strict=True):
+        assert torch.equal(state[[1, 3]].nan_to_num(7.0), before.nan_to_num(7.0))
+    held = lines.read(2, 20)
+    assert all(bool(torch.isfinite(x).all()) for pair in held.values() for x in pair)
+    assert bool(torch.isnan(lines.keys[next(iter(lines.shapes))][2, :, 20:]).all())
+
+
+def test_joined_projections_leave_the_model_as_it_was(loaded: LoadedModel) -> None:
+    tokens = draw(2, 9, seed=4)
+    before = prefill(loaded, tokens)[0]
+    assert DecodeEngine(loaded, state="fp32", slots=1).modules.replaced["linear"] == 3
+    assert torch.equal(prefill(loaded, tokens)[0], before)
+    assert not any("forward" in module.__dict__ for module in loaded.model.modules())
+
+
+def test_lines_are_counted_and_poisoned(loaded: LoadedModel) -> None:
+    prefix = prefix_of(loaded, 1, 5)
+    lines = LineCache(loaded, block_shapes(loaded, prefix.kv), 2, 8)
+    assert lines.alloc(3) is None
+    assert lines.alloc(2) == [0, 1]
+    block, (keys, values) = next(iter(prefix.kv.items()))
+    lines.write(block, torch.tensor([1]), 2, keys, values)
+    found = lines.read(1, 7)[block]
+    assert torch.equal(found[0][:, :, 2:], keys)
+    assert torch.equal(found[1][:, :, 2:], values)
+    with pytest.raises(NumericError, match="9 tokens do not fit"):
+        lines.write(block, torch.tensor([1]), 4, keys, values)
+    lines.free([1])
+    assert bool(torch.isnan(lines.keys[block][1]).all())
+    assert lines.available == 1
+    with pytest.raises(UsageError, match="freed twice"):
+        lines.free([1])
+    with pytest.raises(UsageError, match="holds nothing"):
+        LineCache(loaded, lines.shapes, 0, 8)
+    per_token = sum(x.shape[1] * (x.shape[3]) for pair in prefix.kv.values() for x in pair)
+    assert lines.nbytes == 2 * 8 * per_token * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_captured_steps_equal_the_model_on_a_gpu(name: str, tmp_path: Path) -> None:
+    model, changes = MODELS[name]
+    wide = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    if name == "kda":
+        wide = {"linear_attn_config": {**changes["linear_attn_config"], "head_dim": 128}}  # type: ignore[dict-item]
+    loaded = dummy_model(
+        small(tmp_path / name, model, **{**changes, **wide}), device="cuda", dtype=torch.float32
+    )
+    prefix, forced = prefix_of(loaded, 3, 21), draw(3, 4, seed=1).cuda()
+    for state, limit in (("fp32", 1e-4), ("damp", 1e-2)):
+        engine = DecodeEngine(loaded, state=state, slots=3)
+        run = engine.start(prefix, room=4)
+        assert run.capture() is None
+        found = torch.stack([run.step(column).clone() for column in forced.T])
+        assert errors(found, simulated_logits(loaded, engine, prefix, forced))[0] < limit
+        assert engine.modules.replaced["linear"] == 3
