@@ -81,13 +81,18 @@ def quantise_groups(x: Tensor, group: int = GROUP, *, check: bool = True) -> tup
     width = x.shape[-1]
     padded = x if width % group == 0 else torch.nn.functional.pad(x, (0, -width % group))
     groups = padded.unflatten(-1, (-1, group))
-    scales = (groups.abs().amax(-1) / 127.0).to(torch.float32)
+    scales = quotient(groups.abs().amax(-1), 127.0).to(torch.float32)
     # the maximum passes on every NaN and infinity, and is a group's size smaller than the state
     if check and not bool(torch.isfinite(scales).all()):
         _refuse_non_finite(x)
     divisor = torch.where(scales > 0, scales, torch.ones_like(scales)).to(x.dtype).unsqueeze(-1)
     codes = (groups / divisor).round_().clamp_(-127, 127)
     return codes.to(torch.int8).flatten(-2)[..., :width], scales
+
+
+def quotient(x: Tensor, divisor: float) -> Tensor:
+    """x / divisor as IEEE rounds it; on a GPU torch multiplies by the reciprocal of a plain number instead."""
+    return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
 
 
 def _refuse_non_finite(x: Tensor) -> None:

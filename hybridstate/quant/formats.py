@@ -63,7 +63,7 @@ def _int8(x: torch.Tensor) -> torch.Tensor:
 def _int8_stochastic(x: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """`_int8` with code = floor(x / s + u): unbiased, at up to twice the error of one rounding."""
     groups = grouped(x, GROUP)
-    scale = (groups.abs().amax(-1, keepdim=True) / 127.0).to(torch.float32)
+    scale = reference.quotient(groups.abs().amax(-1, keepdim=True), 127.0).to(torch.float32)
     draws = grouped(uniform, GROUP).to(x.dtype)
     codes = torch.floor(groups / _divisor(scale, x.dtype) + draws).clamp_(-127, 127)
     return _ungrouped(codes.to(torch.float32) * scale, x)
@@ -77,7 +77,7 @@ def _int8_halves(x: torch.Tensor) -> torch.Tensor:
 def _fp8(x: torch.Tensor) -> torch.Tensor:
     """E4M3 with one FP32 scale, max|x| / 448, per 32 values along V; no zero point."""
     groups = grouped(x, GROUP)
-    scale = (groups.abs().amax(-1, keepdim=True) / E4M3_MAX).to(torch.float32)
+    scale = reference.quotient(groups.abs().amax(-1, keepdim=True), E4M3_MAX).to(torch.float32)
     codes = _e4m3(groups / _divisor(scale, x.dtype))
     return _ungrouped(codes * scale, x)
 
@@ -89,7 +89,7 @@ def _int4(x: torch.Tensor) -> torch.Tensor:
     """
     groups = grouped(x, GROUP, fill_edge=True)
     zero = groups.amin(-1, keepdim=True).to(torch.float32)
-    scale = ((groups.amax(-1, keepdim=True) - zero) / 15.0).to(torch.float32)
+    scale = reference.quotient(groups.amax(-1, keepdim=True) - zero, 15.0).to(torch.float32)
     codes = ((groups - zero) / _divisor(scale, x.dtype)).round().clamp_(0, 15)
     return _ungrouped(codes.to(torch.float32) * scale + zero, x)
 
@@ -102,8 +102,9 @@ def _nvfp4(x: torch.Tensor) -> torch.Tensor:
     """
     blocks = grouped(x, NVFP4_BLOCK)
     peak = blocks.abs().amax((-3, -2, -1), keepdim=True)
-    overall = (peak / (E2M1_MAX * E4M3_MAX)).to(torch.float32)
-    relative = blocks.abs().amax(-1, keepdim=True) / E2M1_MAX / _divisor(overall, x.dtype)
+    overall = reference.quotient(peak, E2M1_MAX * E4M3_MAX).to(torch.float32)
+    relative = reference.quotient(blocks.abs().amax(-1, keepdim=True), E2M1_MAX)
+    relative = relative / _divisor(overall, x.dtype)
     scale = _e4m3(relative) * overall
     return _ungrouped(_e2m1(blocks / _divisor(scale, x.dtype)) * scale, x)
 

@@ -1,7 +1,7 @@
 """All arms of one write in one launch, where a kernel for it runs; the others one by one.
 
 Carried residuals stay with `Arm.reconstruct`. The first write of every layer is done both ways: a kernel that does
-not compile or disagrees is not used again.
+not compile is not used again, nor is it for an arm where it disagrees.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Together:
     """Fused writes of a fixed list of arms.
 
     Attributes:
-        reason: why the kernel is not used, None while it is.
+        reason: why the kernel is not used for all arms it should serve, None while it is.
         places: arms that it stores.
     """
 
@@ -58,12 +58,13 @@ class Together:
         `update` and `sequences [S]` say which random numbers are drawn, as in `Arm.reconstruct`.
         """
         mine = tuple(place for place in due if place in self.places)
-        if not mine or self.reason is not None or not usable(state):
+        if not mine or not usable(state):
             return due
         if ordinal not in self._tables:
             self._tables[ordinal] = tables(self.arms, state, ordinal)
-            self.reason = self._check(state, ordinal, mine, update, sequences)
-            if self.reason is not None:
+            self._check(state, ordinal, mine, update, sequences)
+            mine = tuple(place for place in mine if place in self.places)
+            if not mine:
                 return due
         self._launch(state, ordinal, mine, update, sequences)
         return tuple(place for place in due if place not in self.places)
@@ -101,22 +102,23 @@ class Together:
         mine: tuple[int, ...],
         update: int | torch.Tensor,
         sequences: torch.Tensor | None,
-    ) -> str | None:
-        """Why the kernel must not be used, from a copy of this state; None if it agrees."""
+    ) -> None:
+        """Try a copy of this state and keep only the arms of `mine` that the kernel stores as they would alone."""
         copy = state.clone()
         try:
             self._launch(copy, ordinal, mine, update, sequences)
         except Exception as error:  # whatever a compiler raises
-            return (
-                f"{type(error).__name__}: {str(error).splitlines()[0]:.200}" if str(error) else ""
-            )
+            first = str(error).splitlines()[:1]
+            self.reason = f"{type(error).__name__}: {''.join(first):.200}"
+            self.places = frozenset()
+            return
         before, after = state.chunk(len(self.arms)), copy.chunk(len(self.arms))
         for place in mine:
             expected = self.arms[place].reconstruct(before[place], ordinal, update, sequences)
             difference = float((after[place] - expected).norm() / expected.norm().clamp_min(1e-30))
             if not difference <= AGREEMENT:
-                return f"{self.arms[place].name} differs by {difference:.1e}"
-        return None
+                self.reason = f"{self.arms[place].name} differs by {difference:.1e}"
+                self.places -= {place}
 
 
 def usable(state: torch.Tensor) -> bool:
