@@ -114,7 +114,7 @@ def run_decode(
     """
     options.check()
     report: Progress = progress or (lambda _stage, _done, _total: None)
-    tokens = _windows(loaded, prose, options)
+    tokens = windows(loaded, prose, options, max((*options.batches, CHECK_SEQUENCES)))
     checks = []
     first = tokens[:CHECK_SEQUENCES]
     prefix = cached_prefix(loaded, first[:, : options.input_tokens], rows=PREFILL_ROWS)
@@ -178,10 +178,9 @@ def _key_order(loaded: LoadedModel, plan: Plan | None) -> str:
     return "exported weights" if exported else "plan, which moves nothing"
 
 
-def _windows(loaded: LoadedModel, prose: str, options: Options) -> torch.Tensor:
-    """Prose windows int64 `[largest batch, input + check]`, spread evenly; they overlap if need be."""
+def windows(loaded: LoadedModel, prose: str, options: Options, count: int) -> torch.Tensor:
+    """Prose windows int64 `[count, input + check]`, spread evenly; they overlap if need be."""
     length = options.input_tokens + CHECK_TOKENS
-    count = max((*options.batches, CHECK_SEQUENCES))
     ids = loaded.encode(prose)
     if len(ids) < length + count:
         raise UsageError(f"the held-out prose has {len(ids)} tokens, {length + count} are needed")
@@ -203,7 +202,7 @@ def _timed(
     room = options.warmup + options.output_tokens
     checked = checked_run(engine, prefix, forced, room=room, eager_because=eager_because)
     run, pool, batch = checked.run, engine.pool, prefix.batch
-    samples = Samples(_step_seconds(run, forced[:, -1].to(prefix.tokens.device), options))
+    samples = Samples(step_seconds(run, forced[:, -1].to(prefix.tokens.device), options))
     moved = 2 * batch * pool.temporal_bytes
     calls = max(engine.update_calls)
     per_channel = engine.loaded.spec.unit == "channel"
@@ -233,7 +232,7 @@ def _timed(
     return row
 
 
-def _step_seconds(run: DecodeRun, token: torch.Tensor, options: Options) -> list[float]:
+def step_seconds(run: DecodeRun, token: torch.Tensor, options: Options) -> list[float]:
     """Wall time of every timed step, greedy tokens, the device synchronised around each.
 
     After each step, outside the clock, only the pool may hold states.

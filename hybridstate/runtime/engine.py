@@ -12,7 +12,8 @@ CUDA graph when that works; `DecodeRun.mode` says what runs. A CPU, and models w
 values, run the model's own code.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
@@ -61,6 +62,7 @@ class DecodeEngine:
         unquantised: the plan's orders and scales without its INT8 error: with `damp` every key row in FP16, and
             `fp32` may take a plan too.
         backend: forced kernel backend, `auto` chooses by device and layout.
+        modules: those of another engine of the same model, whose trials then count for this one too.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class DecodeEngine:
         k_hi: int | None = None,
         unquantised: bool = False,
         backend: update.Name | Literal["auto"] = "auto",
+        modules: StepModules | None = None,
     ) -> None:
         if plan is not None and state != "damp" and not (unquantised and state == "fp32"):
             raise UsageError(f"a plan orders the packed state; {state} is stored densely")
@@ -93,6 +96,8 @@ class DecodeEngine:
             device=loaded.device,
         )
 
+        if modules is not None:
+            self.modules = modules
         self.update_calls = [0] * len(self.pool.layouts)
         """Updates of each linear layer so far in the present step."""
         self.backend: update.Name = backend if backend != "auto" else self._choose()
@@ -235,7 +240,8 @@ class DecodeRun:
                 window = engine.pool.conv[layer.ordinal][first : first + prefix.batch]
                 handle = StateHandle(layer.ordinal, slots)
                 self._past.layers[layer.index] = pooled_layer_class()(handle, window)
-        self._graph: Callable[[], None] | None = None
+        self.graph: Callable[[], None] | None = None
+        """Replays the captured step on the loaded tokens."""
         self._tokens = torch.zeros(prefix.batch, 1, dtype=torch.int64, device=loaded.device)
         self._logits: torch.Tensor | None = None
         self.check_bytes()
@@ -250,10 +256,34 @@ class DecodeRun:
             raise UsageError(f"the cache was made for {self.length} tokens, no room for more")
         self.room -= 1
         self.length += 1
-        self._tokens.copy_(tokens.view(-1, 1))
-        if self._graph is not None and self._logits is not None:
-            self._graph()
+        self.load(tokens)
+        if self.graph is not None and self._logits is not None:
+            self.graph()
             return self._logits
+        return self.eager_logits()
+
+    @property
+    def line_bytes(self) -> int:
+        """Bytes of keys and values in lines, unused tokens included; 0 where the model keeps its own."""
+        return 0 if self._step is None else self._step.lines.nbytes
+
+    @property
+    def line_tokens(self) -> int:
+        """Tokens that a line has room for; 1 where there are none."""
+        return 1 if self._step is None else self._step.lines.length
+
+    def load(self, tokens: torch.Tensor) -> None:
+        """Put tokens `[B]` where the step reads them."""
+        self._tokens.copy_(tokens.view(-1, 1))
+
+    def replayed_logits(self) -> torch.Tensor:
+        """Where a captured step writes its logits."""
+        assert self._logits is not None, "nothing was captured"
+        return self._logits
+
+    @torch.no_grad()
+    def eager_logits(self) -> torch.Tensor:
+        """One step of the loaded tokens without a graph."""
         return self._forward()
 
     def _forward(self) -> torch.Tensor:
@@ -293,7 +323,7 @@ class DecodeRun:
             self._put_back(saved)
             return f"{type(error).__name__}: {str(error).splitlines()[0]}"
         self._put_back(saved)
-        self._graph, self._logits, self.mode = graph.replay, logits, "cuda-graph"
+        self.graph, self._logits, self.mode = graph.replay, logits, "cuda-graph"
         return None
 
     def _saved(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -304,6 +334,15 @@ class DecodeRun:
         if self._step is not None:
             kept.append(self._step.lengths)
         return [(tensor, tensor.clone()) for tensor in kept]
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Put states, windows and positions back afterwards, whatever ran meanwhile."""
+        saved = self._saved()
+        try:
+            yield
+        finally:
+            self._put_back(saved)
 
     def _put_back(self, saved: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for tensor, copy in saved:
@@ -319,7 +358,7 @@ class DecodeRun:
 
     def close(self) -> None:
         """Give the slots back, poisoned."""
-        self._graph = self._logits = None
+        self.graph = self._logits = None
         self.engine.pool.free(self.slots)
 
 

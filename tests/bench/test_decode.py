@@ -107,7 +107,7 @@ def captured_as(replayed: Callable[[DecodeRun, torch.Tensor], torch.Tensor]) -> 
         def replay() -> None:
             logits.copy_(replayed(run, run._forward()))
 
-        run._graph, run._logits, run.mode = replay, logits, "cuda-graph"
+        run.graph, run._logits, run.mode = replay, logits, "cuda-graph"
 
     return capture
 

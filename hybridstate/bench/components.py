@@ -1,0 +1,131 @@
+"""Where the time of a decode step goes, and what its bytes alone would take.
+
+One replay of the captured step is profiled; every kernel counts to one component by its name, and what lies between
+kernels is a component too, so that they sum to the step. The output layer is the last matrix product of the step.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+
+from hybridstate.runtime.engine import DecodeEngine, DecodeRun
+from hybridstate.trajectories.model import LoadedModel
+
+COMPONENTS: Final = (
+    "recurrent update",
+    "convolution",
+    "experts",
+    "attention",
+    "projections",
+    "norms and routing",
+    "output layer",
+    "other kernels",
+    "between kernels",
+)
+_PATTERNS: Final = tuple(
+    (name, re.compile(pattern))
+    for name, pattern in (
+        ("recurrent update", r"^(packed|split|dense)_kernel"),
+        ("convolution", r"^conv_kernel|conv_depthwise|conv1d"),
+        ("experts", r"^(order|gate_up|down|combine|gated)_kernel|grouped"),
+        ("attention", r"^(attention|join|append)_kernel|flash|fmha"),
+        ("norms and routing", r"^(rms_norm|route)_kernel"),
+        ("projections", r"nvjet|gemm|gemv|cutlass|cublas|splitK"),
+    )
+)
+
+
+def component(kernel: str) -> str:
+    """The component of a kernel by its name."""
+    return next((name for name, pattern in _PATTERNS if pattern.search(kernel)), "other kernels")
+
+
+def kernel_times(call: Callable[[], Any]) -> list[tuple[str, float]]:
+    """Name and seconds of every device activity of one call, in order of their start."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    events = [e for e in profiler.events() or () if "CUDA" in str(e.device_type)]
+    events.sort(key=lambda event: event.time_range.start)
+    return [(event.name, 1e-6 * event.time_range.elapsed_us()) for event in events]
+
+
+def step_components(kernels: Sequence[tuple[str, float]], step: float) -> dict[str, Any]:
+    """Seconds and launches of each component; they sum to `step` seconds."""
+    named = [(component(name), seconds) for name, seconds in kernels]
+    products = [place for place, (name, _) in enumerate(named) if name == "projections"]
+    if products:
+        named[products[-1]] = "output layer", named[products[-1]][1]
+    found = {
+        name: {
+            "s": sum(seconds for owner, seconds in named if owner == name),
+            "launches": sum(owner == name for owner, _ in named),
+        }
+        for name in COMPONENTS[:-1]
+    }
+    found["between kernels"] = {"s": step - sum(x["s"] for x in found.values()), "launches": 0}
+    return found
+
+
+def longest(kernels: Sequence[tuple[str, float]], count: int = 16) -> list[dict[str, Any]]:
+    """The kernels that take longest, by name."""
+    total: dict[str, list[float]] = {}
+    for name, seconds in kernels:
+        total.setdefault(name, []).append(seconds)
+    ordered = sorted(total.items(), key=lambda item: -sum(item[1]))[:count]
+    return [
+        {"kernel": name[:100], "component": component(name), "launches": len(each), "s": sum(each)}
+        for name, each in ordered
+    ]
+
+
+def profiled(run: DecodeRun, step: float) -> dict[str, Any] | None:
+    """Components of a captured run whose step takes `step` seconds; None without a graph. The run is not advanced."""
+    if run.graph is None:
+        return None
+    with run.undone():
+        run.graph()
+    with run.undone():
+        kernels = kernel_times(run.graph)
+    if not kernels:
+        return None
+    return {"components": step_components(kernels, step), "longest": longest(kernels)}
+
+
+def step_bytes(
+    loaded: LoadedModel, engine: DecodeEngine, batch: int, keys_and_values: int
+) -> dict[str, int]:
+    """Bytes a step cannot avoid: weights once, states read and written, keys and values read.
+
+    Of an embedding only the batch's rows count, of experts those that uniform routing is expected to use.
+    """
+    config = loaded.model.config.get_text_config(decoder=True)
+    top = getattr(config, "num_experts_per_tok", getattr(config, "num_experts_per_token", 0)) or 0
+    embedding = loaded.model.get_input_embeddings().weight
+    tied = embedding is getattr(loaded.model.get_output_embeddings(), "weight", None)
+    found = {"experts": 0, "other weights": 0, "keys and values": keys_and_values}
+    for name, parameter in loaded.model.named_parameters():
+        size = parameter.numel() * parameter.element_size()
+        if parameter is embedding and not tied:
+            found["other weights"] += size * batch // len(parameter)
+        elif ".experts." in name and top:
+            used = 1 - (1 - top / parameter.shape[0]) ** batch
+            found["experts"] += int(used * size)
+        else:
+            found["other weights"] += size
+    found["states"] = 2 * batch * engine.pool.temporal_bytes
+    found["windows"] = 2 * batch * engine.pool.conv_bytes
+    return found
+
+
+def memory_bandwidth(device: torch.device) -> float:
+    """Bytes per second of an in-place pass over 2 GiB, the best of several."""
+    from hybridstate.bench.timing import measure_launches
+
+    memory = torch.ones(1 << 29, device=device)
+    samples = measure_launches([lambda: memory.add_(1.0)], device=device, repeat=10)
+    return 2 * memory.numel() * 4 / min(samples.seconds)

@@ -1,0 +1,248 @@
+"""`bench decode --dummy`: a step of a full-size model with SYNTHETIC weights, timed per format, batch and component.
+
+Before a run is timed its blocks are checked against the plain model at its own batch size (`layer_check`), and the
+captured step against the eager one. Beside the time stand the bytes that the step cannot avoid, at the bandwidth of an
+in-place pass on the same device, and the update alone on the run's own pool.
+"""
+
+import gc
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from hybridstate.bench.components import memory_bandwidth, profiled, step_bytes
+from hybridstate.bench.decode import PREFILL_ROWS, Decoded, Options, Progress, step_seconds, windows
+from hybridstate.bench.layer_check import GRAPH_ERROR, Trace, check_blocks, check_graph, plain_trace
+from hybridstate.bench.timing import Samples, device_record, measure_launches
+from hybridstate.errors import NumericError, UsageError
+from hybridstate.quality.arms import cached_prefix
+from hybridstate.runtime.engine import DecodeEngine, DecodeRun
+from hybridstate.runtime.restore import Prefix
+from hybridstate.trajectories.dummy import LABEL
+from hybridstate.trajectories.model import LoadedModel
+
+CHECK_ROWS: Final = 32
+CHECK_TOKENS: Final = 2
+PAPER_CUT: Final = {"Qwen3.6-35B-A3B": 0.190, "Kimi-Linear-48B-A3B": 0.145}
+"""TPOT cut of the packed state at batch 256 that DAMP reports for the trained models (section 6.3)."""
+LEAST_SHARE: Final = 0.9
+"""Share of the isolated saving that has to arrive in the step."""
+
+Report = Callable[[dict[str, Any]], None]
+
+
+def run_dummy_decode(
+    loaded: LoadedModel,
+    options: Options,
+    prose: str,
+    *,
+    progress: Progress | None = None,
+    report: Report | None = None,
+) -> Decoded:
+    """Check and time every format at every batch size, the largest batch first.
+
+    Args:
+        report: called with every row as it is measured.
+
+    Raises:
+        UsageError: the weights are not synthetic.
+        NumericError: a check failed; nothing more is reported then.
+    """
+    options.check()
+    if not loaded.synthetic:
+        raise UsageError("synthetic weights only: leave --dummy out")
+    step: Progress = progress or (lambda _stage, _done, _total: None)
+    batches = sorted(options.batches, reverse=True)
+    rows = max(CHECK_ROWS, batches[0])
+    tokens = windows(loaded, prose, options, rows)
+    step("prefill", 0, 1)
+    whole = cached_prefix(loaded, tokens[:, : options.input_tokens], rows=PREFILL_ROWS)
+    step("prefill", 1, 1)
+    forced = tokens[:, options.input_tokens :][:, :CHECK_TOKENS]
+    modules = None
+    traces: dict[str, Trace] = {}
+    for number, state in enumerate(options.states):
+        engine = DecodeEngine(loaded, state=state, slots=1, k_hi=options.k_hi, modules=modules)
+        modules = engine.modules
+        first = whole.rows(range(CHECK_ROWS))
+        traces[state] = plain_trace(engine, first, forced[:CHECK_ROWS])
+        step("plain model", number + 1, len(options.states))
+    bandwidth = memory_bandwidth(loaded.device) if loaded.device.type == "cuda" else None
+    measured: list[dict[str, Any]] = []
+    for batch in batches:
+        prefix = whole if batch == whole.batch else whole.rows(range(batch))
+        for state in options.states:
+            engine = DecodeEngine(
+                loaded, state=state, slots=batch, k_hi=options.k_hi, modules=modules
+            )
+            row = _row(engine, prefix, forced[:batch], traces[state], options, bandwidth)
+            measured.append(row)
+            if report is not None:
+                report(row)
+            step("decoding", len(measured), len(batches) * len(options.states))
+            del engine
+            gc.collect()
+            if loaded.device.type == "cuda":
+                torch.cuda.empty_cache()
+    return Decoded(
+        {
+            "model": loaded.checkpoint.name,
+            "synthetic": True,
+            "label": LABEL,
+            "checkpoint": "as given",
+            "device": device_record(loaded.device),
+            "bandwidth_bytes_per_s": bandwidth,
+            "replaced_modules": {} if modules is None else modules.replaced,
+            "protocol": {
+                "device": str(loaded.device),
+                "dtype": str(loaded.dtype).removeprefix("torch."),
+                "input_tokens": options.input_tokens,
+                "output_tokens": options.output_tokens,
+                "checked_tokens": CHECK_TOKENS,
+                "warmup_tokens": options.warmup,
+                "plan_digest": None,
+                "key_order": "first channels protected",
+            },
+            "checks": [],
+            "rows": measured,
+            "speedups": speedups(measured),
+            "savings": savings(loaded, measured),
+        }
+    )
+
+
+def _row(
+    engine: DecodeEngine,
+    prefix: Prefix,
+    forced: torch.Tensor,
+    plain: Trace,
+    options: Options,
+    bandwidth: float | None,
+) -> dict[str, Any]:
+    """Check one run, time it, take it apart."""
+    loaded, pool, batch = engine.loaded, engine.pool, prefix.batch
+    room = forced.shape[1] + options.warmup + options.output_tokens
+    run = engine.start(prefix, room=room, fixed=True)
+    check = check_blocks(run, plain, forced)
+    last = forced[:, -1].to(loaded.device)
+    because: str | None = "not asked for"
+    if options.graph:
+        because = run.capture()
+    if run.graph is not None:
+        check["graph_error"] = check_graph(run, last)
+        if check["graph_error"] > GRAPH_ERROR:
+            raise NumericError(
+                f"{engine.state}, batch {batch}: a captured step is {check['graph_error']:.1e} from the eager one, "
+                f"at most {GRAPH_ERROR:.0e}; nothing is reported",
+                state=engine.state,
+                batch=batch,
+            )
+    samples = Samples(step_seconds(run, last, options))
+    parts = profiled(run, samples.median)
+    held = run.line_bytes
+    length = prefix.length + forced.shape[1] + options.output_tokens // 2
+    moved = step_bytes(loaded, engine, batch, held * length // run.line_tokens)
+    row: dict[str, Any] = {
+        "state": engine.state,
+        "batch": batch,
+        "backend": engine.backend,
+        "mode": run.mode,
+        "eager_because": because,
+        "check": check,
+        "layout_id": pool.layouts[0].layout_id,
+        "state_bytes_per_request": pool.slot_bytes,
+        "temporal_bytes_per_request": pool.temporal_bytes,
+        "state_bytes_moved_per_step": moved["states"],
+        "whole_step_state_gb_per_s": moved["states"] / samples.median / 1e9,
+        "bytes": moved,
+        "bytes_s": None if bandwidth is None else sum(moved.values()) / bandwidth,
+        "state_share_of_bytes": moved["states"] / sum(moved.values()),
+        "tpot_s": samples.to_json(),
+        "isolated_update": _isolated(engine, run),
+        "device_bytes": torch.cuda.max_memory_allocated() if loaded.device.type == "cuda" else None,
+        **(parts or {"components": None, "longest": []}),
+    }
+    run.close()
+    return row
+
+
+def _isolated(engine: DecodeEngine, run: DecodeRun) -> dict[str, Any] | None:
+    """The update of every layer, one after another and nothing between, on the run's own states.
+
+    Gates come from raw projections, as in the step. Run it last: the states are not those of any text afterwards.
+    """
+    loaded = engine.loaded
+    launches: list[Callable[[], Any]] = []
+    for layer in loaded.spec.layers:
+        step = engine.modules.linear.get(layer.ordinal)
+        if step is None:
+            return None
+        generator = torch.Generator().manual_seed(layer.ordinal)
+
+        def draw(*shape: int, generator: torch.Generator = generator) -> torch.Tensor:
+            drawn = torch.randn((len(run.slots), *shape), generator=generator)
+            return drawn.to(loaded.device, loaded.dtype)
+
+        q, k = (draw(layer.key_heads, layer.key_dim) for _ in range(2))
+        v = draw(layer.value_heads, layer.value_dim)
+        decay = draw(*loaded.spec.decay_shape(layer))
+        strength = draw(layer.value_heads)
+        launches.append(
+            partial(engine.update, layer.ordinal, q, k, v, decay, strength, run.slots, step.fusion)
+        )
+    graph = loaded.device.type == "cuda" and engine.backend != "reference"
+    samples = measure_launches(launches, device=loaded.device, graph=graph, warmup=2, repeat=10)
+    return {"layers": len(launches), "per_layer_s": samples.to_json()}
+
+
+def speedups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Median TPOT of FP32 over each other format at the same batch."""
+    base = {r["batch"]: r["tpot_s"]["median"] for r in rows if r["state"] == "fp32"}
+    return [
+        {
+            "batch": r["batch"],
+            "state": r["state"],
+            "fp32_over_this": base[r["batch"]] / r["tpot_s"]["median"],
+        }
+        for r in rows
+        if r["state"] != "fp32" and r["batch"] in base
+    ]
+
+
+def savings(loaded: LoadedModel, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the packed state saves of a step, beside the isolated saving, the bytes and the paper's figure."""
+    name = str(loaded.checkpoint.path.name)
+    base = {r["batch"]: r for r in rows if r["state"] == "fp32"}
+    found = []
+    for row in rows:
+        plain = base.get(row["batch"])
+        if row["state"] != "damp" or plain is None:
+            continue
+        before, after = plain["tpot_s"]["median"], row["tpot_s"]["median"]
+        saved_bytes = sum(plain["bytes"].values()) - sum(row["bytes"].values())
+        parts = plain["components"]
+        alone = None
+        if plain["isolated_update"] and row["isolated_update"]:
+            each = [r["isolated_update"]["per_layer_s"]["median"] for r in (plain, row)]
+            alone = plain["isolated_update"]["layers"] * (each[0] - each[1])
+        found.append(
+            {
+                "batch": row["batch"],
+                "fp32_tpot_s": before,
+                "damp_tpot_s": after,
+                "saved_s": before - after,
+                "isolated_saving_s": alone,
+                "share_of_isolated": None if not alone else (before - after) / alone,
+                "least_share": LEAST_SHARE,
+                "tpot_cut": 1 - after / before,
+                "paper_tpot_cut": PAPER_CUT.get(name) if row["batch"] == 256 else None,
+                "cut_by_bytes": saved_bytes / sum(plain["bytes"].values()),
+                "recurrent_share": None
+                if parts is None
+                else parts["recurrent update"]["s"] / before,
+                "state_share_of_bytes": plain["state_share_of_bytes"],
+            }
+        )
+    return found

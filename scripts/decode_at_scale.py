@@ -1,0 +1,111 @@
+"""Decode steps of full-size models with SYNTHETIC weights: time by format, batch and component.
+
+    scripts/decode_at_scale.py MODEL --json FILE [--batch N ...] [--state FORMAT ...] [--deadline SECONDS]
+
+Prints every row as it is measured and writes the JSON after each; a part that fails is printed and the rest goes on.
+"""
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridstate.bench import decode_dummy
+from hybridstate.bench.decode import Options
+from hybridstate.errors import HybridStateError
+from hybridstate.provenance import environment
+from hybridstate.trajectories.dummy import dummy_model
+from hybridstate.trajectories.prompts import heldout_text
+
+
+class OutOfTime(Exception):
+    """The deadline has passed."""
+
+
+def main() -> int:
+    """Measure what the deadline allows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--batch", type=int, action="append")
+    parser.add_argument("--state", action="append")
+    parser.add_argument("--input-tokens", type=int, default=256)
+    parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument("--deadline", type=float, default=140.0)
+    parser.add_argument("--device", default="cuda")
+    given = parser.parse_args()
+    start = time.monotonic()
+    kept: dict[str, Any] = {"model": given.model, "synthetic": True, "rows": []}
+    kept["environment"] = environment()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - start:6.1f}s {text}", flush=True)
+
+    def save() -> None:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+        given.json.write_text(json.dumps(kept, indent=1))
+
+    def report(row: dict[str, Any]) -> None:
+        kept["rows"].append(row)
+        save()
+        say(line(row))
+        if time.monotonic() - start > given.deadline:
+            raise OutOfTime
+
+    loaded = dummy_model(given.model, device=given.device)
+    say(f"built {loaded.checkpoint.name}")
+    options = Options(input_tokens=given.input_tokens, output_tokens=given.output_tokens).given(
+        given.state or ("fp32", "damp", "bf16", "fp16"), given.batch or (256, 64, 16, 4, 1)
+    )
+    try:
+        result = decode_dummy.run_dummy_decode(
+            loaded,
+            options,
+            heldout_text(),
+            progress=lambda stage, done, total: say(f"{stage} {done}/{total}"),
+            report=report,
+        )
+        kept.update(result.to_json())
+    except OutOfTime:
+        say("deadline")
+    except (HybridStateError, RuntimeError) as error:
+        traceback.print_exc()
+        kept["failed"] = str(error)
+    kept["savings"] = decode_dummy.savings(loaded, kept["rows"])
+    kept["seconds"] = time.monotonic() - start
+    if loaded.device.type == "cuda":
+        kept["device_bytes"] = torch.cuda.max_memory_allocated()
+    save()
+    for saving in kept["savings"]:
+        say(json.dumps(saving))
+    return 1 if "failed" in kept else 0
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row as text: step, what the bytes ask for, components in milliseconds with their launches."""
+    step = 1e3 * row["tpot_s"]["median"]
+    alone = row["isolated_update"]
+    text = f"{row['state']:5} B={row['batch']:4} {row['mode']} {step:7.2f} ms"
+    if row["bytes_s"]:
+        text += f", bytes {1e3 * row['bytes_s']:.2f}"
+    if alone:
+        text += f", update alone {1e6 * alone['per_layer_s']['median']:.1f} us x {alone['layers']}"
+    if row["eager_because"]:
+        text += f", eager: {row['eager_because']}"
+    check = {k: v for k, v in row["check"].items() if k != "limits"}
+    text += f"\n         check {json.dumps(check)}"
+    for name, part in (row["components"] or {}).items():
+        text += f"\n         {1e3 * part['s']:8.3f} ms {part['launches']:5} {name}"
+    for entry in row["longest"]:
+        took = f"{1e3 * entry['s']:8.3f} ms {entry['launches']:5}"
+        text += f"\n           {took} [{entry['component']}] {entry['kernel']}"
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

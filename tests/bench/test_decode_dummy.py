@@ -1,0 +1,105 @@
+"""`bench decode --dummy` on small synthetic models: blocks are checked, components sum to the step, bytes add up."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from hybridstate.bench import decode_dummy
+from hybridstate.bench.components import component, step_bytes, step_components
+from hybridstate.bench.decode import Options
+from hybridstate.errors import NumericError, UsageError
+from hybridstate.runtime import fused
+from hybridstate.runtime.engine import DecodeEngine
+from hybridstate.trajectories.dummy import dummy_model
+from hybridstate.trajectories.model import LoadedModel
+from hybridstate.trajectories.prompts import heldout_text
+from tests.runtime.test_step import MODELS
+from tests.trajectories.test_graphs import small
+
+OPTIONS = Options(("fp32", "damp"), (1, 3), input_tokens=12, output_tokens=2, warmup=1)
+
+
+@pytest.fixture(scope="module", params=sorted(MODELS))
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    name, changes = MODELS[request.param]
+    return dummy_model(small(tmp_path_factory.mktemp("dummy") / name, name, **changes))
+
+
+@pytest.fixture(autouse=True)
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_dummy, "CHECK_ROWS", 4)
+
+
+def test_rows_are_checked_timed_and_labelled(loaded: LoadedModel) -> None:
+    seen: list[dict[str, Any]] = []
+    result = decode_dummy.run_dummy_decode(
+        loaded, OPTIONS, heldout_text(), report=seen.append
+    ).to_json()
+    assert json.loads(json.dumps(result, allow_nan=False)) == result
+    assert result["synthetic"]
+    assert "synthetic" in result["model"]
+    assert seen == result["rows"]
+    assert [(r["batch"], r["state"]) for r in seen] == [
+        (3, "fp32"), (3, "damp"), (1, "fp32"), (1, "damp")
+    ]  # fmt: skip
+    for row in seen:
+        assert row["check"]["block_error_median_worst"] < 1e-4
+        assert row["check"]["rows"] == row["batch"]
+        assert row["isolated_update"]["layers"] == len(loaded.spec.layers)
+        assert row["components"] is None
+        assert row["eager_because"] == "no GPU"
+    saving = result["savings"][0]
+    assert saving["saved_s"] == pytest.approx(saving["fp32_tpot_s"] - saving["damp_tpot_s"])
+    assert 0 < saving["cut_by_bytes"] < saving["state_share_of_bytes"] < 1
+
+
+def test_bytes_of_a_step(loaded: LoadedModel) -> None:
+    engine = DecodeEngine(loaded, state="fp32", slots=2)
+    found = step_bytes(loaded, engine, 2, 1000)
+    assert found["states"] == 2 * 2 * engine.pool.temporal_bytes
+    assert found["keys and values"] == 1000
+    experts = sum(p.numel() * 4 for p in loaded.model.parameters() if p.dim() == 3 and len(p) == 8)
+    assert found["experts"] == pytest.approx(experts * (1 - (1 - 2 / 8) ** 2), rel=1e-6)
+    embedding = loaded.model.get_input_embeddings().weight
+    everything = sum(p.numel() * 4 for p in loaded.model.parameters())
+    assert found["other weights"] == everything - experts - embedding.numel() * 4 + 2 * 4 * 64
+
+
+def test_wrong_gate_is_refused(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = DecodeEngine.update
+
+    def damaged(self: DecodeEngine, *operands: Any) -> torch.Tensor:
+        return real(self, *operands) * 1.2
+
+    monkeypatch.setattr(DecodeEngine, "update", damaged)
+    monkeypatch.setattr(fused, "_linear_trial", lambda *_: True)
+    with pytest.raises(NumericError, match="from the plain model"):
+        decode_dummy.run_dummy_decode(loaded, OPTIONS, heldout_text())
+
+
+def test_trained_weights_are_refused(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(loaded), "synthetic", property(lambda _: False))
+    with pytest.raises(UsageError, match="synthetic weights only"):
+        decode_dummy.run_dummy_decode(loaded, OPTIONS, heldout_text())
+
+
+def test_components_sum_to_the_step() -> None:
+    kernels = [
+        ("dense_kernel", 8e-3),
+        ("conv_kernel", 1e-3),
+        ("gate_up_kernel", 5e-3),
+        ("nvjet_sm90_tst_64x8", 2e-3),
+        ("attention_kernel", 1e-3),
+        ("rms_norm_kernel", 5e-4),
+        ("nvjet_sm90_tst_256x8", 3e-4),
+        ("void at::native::vectorized_elementwise_kernel<4>", 1e-4),
+    ]
+    found = step_components(kernels, 20e-3)
+    assert sum(part["s"] for part in found.values()) == pytest.approx(20e-3)
+    assert found["output layer"] == {"s": 3e-4, "launches": 1}
+    assert found["projections"]["launches"] == 1
+    assert found["between kernels"]["s"] == pytest.approx(20e-3 - sum(s for _, s in kernels))
+    assert component("packed_kernel") == component("split_kernel") == "recurrent update"
+    assert component("Memset (Device)") == "other kernels"
