@@ -13,6 +13,7 @@ VERBS = {
     "bench_codecs",
     "bench_decode",
     "bench_exchange",
+    "bench_quality",
     "bench_restore",
     "bench_simulate",
     "bench_update",

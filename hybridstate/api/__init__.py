@@ -8,6 +8,7 @@ from hybridstate.api.calibration import calibrate_part as calibrate_part
 from hybridstate.api.exchange import bench_exchange as bench_exchange
 from hybridstate.api.export import export_plan as export_plan
 from hybridstate.api.export import verify as verify
+from hybridstate.api.quality import bench_quality as bench_quality
 from hybridstate.bench.simulate_verb import bench_simulate as bench_simulate
 from hybridstate.bench.verbs import bench_codecs as bench_codecs
 from hybridstate.bench.verbs import bench_decode as bench_decode

@@ -8,6 +8,7 @@ import typer
 from hybridstate.cli.bench_codecs import codecs
 from hybridstate.cli.bench_exchange import exchange
 from hybridstate.cli.bench_output import OutputPath, check_output, finish
+from hybridstate.cli.bench_quality import quality
 from hybridstate.cli.bench_simulate import simulate
 from hybridstate.cli.bench_tables import decode_tables, restore_tables, update_tables
 from hybridstate.cli.options import (
@@ -92,6 +93,11 @@ def register(app: typer.Typer) -> None:
         short_help="Serving through the prefix cache, without tensors.",
         epilog="Example: hybridstate bench simulate --ratio 1 --ratio 2 --limit 32 --seeds 1",
     )(simulate)
+    group.command(
+        "quality",
+        short_help="Answers after compressed hits and in every state format.",
+        epilog="Example: hybridstate bench quality tiny-kda --tasks recall --tokens 512 --questions 4 --format bf16",
+    )(quality)
     app.add_typer(group)
 
 

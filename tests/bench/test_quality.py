@@ -1,0 +1,253 @@
+"""`bench quality`: the report, its refusals, what a stopped run leaves, figures and tables."""
+
+import csv
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import hybridstate.bench.quality as module
+from hybridstate.bench.cutoffs import selections_at
+from hybridstate.bench.quality import Options, run_quality, whole_window
+from hybridstate.bench.quality_arms import reuse_arms, storage_arms, stored_bytes
+from hybridstate.bench.restore import RECOMPUTE_KL
+from hybridstate.cli.bench_quality import named_tasks
+from hybridstate.cli.main import app
+from hybridstate.errors import NumericError, UsageError
+from hybridstate.figures.quality import quality_figures
+from hybridstate.plan.accounting import account
+from hybridstate.plan.store import read_plan
+from hybridstate.quality.ruler import Material
+from hybridstate.quality.tasks import TASKS
+from hybridstate.trajectories.model import LoadedModel, load_model
+from hybridstate.trajectories.prompts import heldout_text
+
+ROOT = Path(__file__).parents[2]
+MATERIAL = Material.of(heldout_text())
+OPTIONS = Options(
+    ("recall", "niah_single_1"),
+    tokens=(640,),
+    questions=2,
+    replays=2,
+    seeds=2,
+    repeats=1,
+    chunk=256,
+)
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_kda: Path) -> LoadedModel:
+    return load_model(str(tiny_kda))
+
+
+@pytest.fixture(scope="module")
+def arms(loaded: LoadedModel) -> Any:
+    return (
+        *reuse_arms(loaded, selections_at(loaded, (16, 512)), 2),
+        *storage_arms(loaded, ["bf16"], None),
+    )
+
+
+@pytest.fixture(scope="module")
+def recorded() -> list[dict[str, Any]]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def result(loaded: LoadedModel, arms: Any, recorded: list[dict[str, Any]]) -> dict[str, Any]:
+    return run_quality(loaded, arms, OPTIONS, MATERIAL, record=recorded.append).to_json()
+
+
+def test_every_arm_on_every_block(result: dict[str, Any], arms: Any) -> None:
+    assert json.loads(json.dumps(result, allow_nan=False))
+    assert result["complete"]
+    names = [arm.name for arm in arms]
+    assert names[:7] == [
+        *("dense", "recompute", "int8-checkpoint"),
+        *("nr-16", "wr-16", "nr-16+int8", "wr-16+int8"),
+    ]
+    blocks = {(b["task"], b["boundary"]) for b in result["blocks"]}
+    assert blocks == {("recall", "prompt"), ("recall", "question"), ("niah_single_1", "prompt")}
+    for block in result["blocks"]:
+        assert list(block["arms"]) == names
+        for arm in block["arms"].values():
+            assert [len(row) for row in arm["samples"]] == [2, 2]
+            mean = sum(map(sum, arm["samples"])) / 4
+            assert arm["accuracy"] == pytest.approx(mean)
+
+
+def test_dense_and_recompute_agree_and_hits_are_counted(result: dict[str, Any]) -> None:
+    for block in result["blocks"]:
+        arms = block["arms"]
+        assert arms["dense"]["kl_first"] == 0.0
+        assert arms["recompute"]["kl_first"] < RECOMPUTE_KL[torch.float32]
+        assert arms["recompute"]["hit"]["token_hit"] == 0.0
+        expected = block["prefix_tokens"] / block["tokens"]
+        for name, arm in arms.items():
+            if name != "recompute":
+                assert arm["hit"]["token_hit"] == pytest.approx(expected)
+                assert arm["hit"]["evictions"] == 0
+        assert arms["nr-16"]["hit"]["compressed_hits"] == 4
+        assert arms["bf16"]["same_reply"] <= 1.0
+        assert block["hit_pooled"] == pytest.approx(expected)
+
+
+def test_bytes_are_those_of_the_accounting(
+    loaded: LoadedModel, arms: Any, result: dict[str, Any]
+) -> None:
+    found = result["blocks"][0]["arms"]
+    for selection in selections_at(loaded, (16, 512)):
+        accounting = account(loaded.spec, selection)
+        assert found[f"nr-{selection.w_max}"]["bytes"] == accounting.ragged_bytes
+        assert found["dense"]["bytes"] == accounting.dense_bytes
+    bf16 = next(arm for arm in arms if arm.name == "bf16")
+    conv = sum(n.conv_channels * (n.conv_width - 1) * 2 for n in loaded.spec.layers)
+    assert stored_bytes(loaded, bf16) - conv == (found["dense"]["bytes"] - conv) / 2
+
+
+def test_summary_weighs_tasks_alike(result: dict[str, Any]) -> None:
+    row = next(r for r in result["summary"] if r["arm"] == "nr-512" and r["suite"] == "own")
+    cell = next(b for b in result["blocks"] if b["task"] == "recall")["arms"]["nr-512"]
+    assert row["tasks"] == 1
+    assert row["accuracy"] == cell["accuracy"]
+    assert row["accuracy_se"] == pytest.approx(cell["accuracy_se"])
+
+
+def test_a_stopped_run_leaves_what_it_has(
+    result: dict[str, Any], recorded: list[dict[str, Any]]
+) -> None:
+    assert [len(r["blocks"]) for r in recorded] == [0, 1, 2, 3]
+    assert not any(r["complete"] for r in recorded)
+    assert recorded[0]["whole_window"] is not None
+
+
+def test_no_time_is_an_error_and_little_time_is_said(loaded: LoadedModel, arms: Any) -> None:
+    with pytest.raises(NumericError, match="none was begun"):
+        run_quality(loaded, arms[:1], replace(OPTIONS, within=-1.0, repeats=0), MATERIAL)
+
+
+def test_blocks_that_were_not_resident_are_refused(loaded: LoadedModel, arms: Any) -> None:
+    few = replace(OPTIONS, tasks=("recall",), slots=1, resident=True, boundaries=("prompt",))
+    with pytest.raises(NumericError, match="no block can be reported"):
+        run_quality(loaded, [arms[0], arms[3]], few, MATERIAL)
+    kept = run_quality(loaded, [arms[0], arms[3]], replace(few, resident=False), MATERIAL)
+    hit = kept.blocks[0]["arms"]["nr-16"]["hit"]
+    assert hit["not_resident"]
+    short = replace(few, slots=None, boundaries=("question",), tokens=(256,))
+    low = run_quality(loaded, [arms[0], arms[3]], replace(short, resident=False), MATERIAL)
+    assert low.blocks[0]["arms"]["dense"]["hit"]["token_hit"] > 0.7
+
+
+def test_whole_window_is_checked(
+    loaded: LoadedModel, arms: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = whole_window(loaded, arms, OPTIONS)
+    assert found is not None
+    assert found["prefix_tokens"] <= found["window"]
+    assert found["state_error"] <= 1e-5
+    assert found["same_reply_as_recompute"] == 1.0
+    assert whole_window(loaded, arms[:3], OPTIONS) is None
+
+    real = module.Replayed.__call__
+
+    def wrong(self: Any, prefix: Any, window: int) -> Any:
+        return [1.5 * state for state in real(self, prefix, window)]
+
+    monkeypatch.setattr(module.Replayed, "__call__", wrong)
+    with pytest.raises(NumericError, match="recomputation"):
+        whole_window(loaded, arms, OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tasks": ("riddles",)}, "--tasks"),
+        ({"boundaries": ("middle",)}, "--boundary"),
+        ({"tokens": (64,)}, "--tokens"),
+        ({"questions": 0}, "--questions"),
+        ({"replays": 0}, "--replays"),
+        ({"seeds": 6}, "--seeds"),
+        ({"temperature": -1.0}, "--temperature"),
+        ({"slots": 0}, "--slots"),
+    ],
+)
+def test_options_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        replace(OPTIONS, **change).check()
+
+
+def test_formats_take_their_channels_from_the_plan(loaded: LoadedModel) -> None:
+    with pytest.raises(UsageError, match="from a plan"):
+        storage_arms(loaded, ["damp"], None)
+    model = load_model("tiny-kda")
+    plan = read_plan(ROOT / "plans" / "tiny-kda")
+    names = [arm.name for arm in storage_arms(model, None, plan)]
+    assert {"fp16", "bf16", "int8-step", "damp", "damp-random"} <= set(names)
+    damp, random = storage_arms(model, ["damp", "damp-random"], plan)
+    keys = plan.key_order(model.spec.layers[0].index)
+    assert keys is not None
+    assert damp.storage.protected is not None
+    assert random.storage.protected is not None
+    assert damp.storage.protected[0].equal(torch.from_numpy(keys[:, :16].astype("int64")))
+    assert not random.storage.protected[0].equal(damp.storage.protected[0])
+    with pytest.raises(UsageError, match="not what the plan holds"):
+        storage_arms(model, ["damp-k4"], plan)
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def test_figures_and_their_numbers(result: dict[str, Any], tmp_path: Path) -> None:
+    quality_figures(result, "tiny", tmp_path)
+    for name in ("quality_cutoffs", "quality_ttft", "quality_formats"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 5000
+        rows = table(tmp_path / f"{name}.csv")
+        assert rows
+    summary = {
+        (r["suite"], r["boundary"], str(r["tokens"]), r["arm"]): r["accuracy"]
+        for r in result["summary"]
+    }
+    for row in table(tmp_path / "quality_cutoffs.csv"):
+        if row["metric"] == "accuracy" and row["arm"] == "nr":
+            key = (row["suite"], row["boundary"], row["tokens"], f"nr-{row['w_max']}")
+            assert math.isclose(float(row["value"]), summary[key], rel_tol=1e-8, abs_tol=1e-12)
+
+
+def test_tables_of_the_results(result: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import quality_tables
+
+    text = quality_tables.quality(result)
+    assert "| random-512 |" in text
+    assert "WR equals recomputation" in text
+    assert "| recall, 640, to the prompt |" in quality_tables.by_task(result)
+    assert "| bf16 |" in quality_tables.formats(result)
+    dense = next(r for r in result["summary"] if r["arm"] == "dense" and r["suite"] == "ruler")
+    assert bool(quality_tables.untrained(result)) == (dense["accuracy"] < 0.1)
+
+
+def test_suites_by_name() -> None:
+    assert named_tasks(None, qa=False) is None
+    assert named_tasks(["own", "cwe"], qa=False) == [*TASKS, "cwe"]
+    assert "qa_1" in (named_tasks(["ruler"], qa=True) or [])
+    assert "qa_1" not in (named_tasks(["ruler"], qa=False) or [])
+
+
+def test_command_writes_result_and_figures(tiny_kda: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    command = f"bench quality {tiny_kda} --tasks registers --tokens 320 --questions 2 --replays 1"
+    command += f" --seeds 1 --w-max 16 --format bf16 --repeats 1 --device cpu --boundary prompt -o {folder}"
+    found = CliRunner().invoke(app, command.split())
+    assert found.exit_code == 0, found.output
+    assert sorted(p.name for p in folder.iterdir())[0] == "quality.json"
+    document = json.loads((folder / "quality.json").read_text())
+    assert document["result"]["blocks"][0]["task"] == "registers"
+    assert "token hit" in found.output
+    assert not list(tmp_path.glob("*.partial.json"))
