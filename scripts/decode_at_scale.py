@@ -99,6 +99,7 @@ def line(row: dict[str, Any]) -> str:
         text += f", eager: {row['eager_because']}"
     check = {k: v for k, v in row["check"].items() if k != "limits"}
     text += f"\n         check {json.dumps(check)}"
+    text += f"\n         replaced {json.dumps(row['replaced_modules'])}"
     for name, part in (row["components"] or {}).items():
         text += f"\n         {1e3 * part['s']:8.3f} ms {part['launches']:5} {name}"
     for entry in row["longest"]:

@@ -23,7 +23,8 @@ from hybridstate.runtime.restore import Prefix
 from hybridstate.trajectories.dummy import LABEL
 from hybridstate.trajectories.model import LoadedModel
 
-CHECK_ROWS: Final = 32
+CHECK_ROWS: Final = 16
+"""Sequences whose blocks are compared."""
 CHECK_TOKENS: Final = 2
 PAPER_CUT: Final = {"Qwen3.6-35B-A3B": 0.190, "Kimi-Linear-48B-A3B": 0.145}
 """TPOT cut of the packed state at batch 256 that DAMP reports for the trained models (section 6.3)."""
@@ -150,6 +151,7 @@ def _row(
         "backend": engine.backend,
         "mode": run.mode,
         "eager_because": because,
+        "replaced_modules": engine.modules.replaced,
         "check": check,
         "layout_id": pool.layouts[0].layout_id,
         "state_bytes_per_request": pool.slot_bytes,

@@ -35,7 +35,7 @@ GRAPH_ERROR: Final = 2e-2
 
 @dataclass(slots=True)
 class Trace:
-    """Inputs and outputs of every block `[R, D]` per token, logits per token, and the last states."""
+    """Inputs and outputs of every block `[R, D]` per token, logits per token, and the last states on the host."""
 
     inputs: list[list[Tensor]] = field(default_factory=list)
     outputs: list[list[Tensor]] = field(default_factory=list)
@@ -68,7 +68,7 @@ def plain_trace(engine: DecodeEngine, prefix: Prefix, forced: Tensor) -> Trace:
         for column in forced.T:
             with _watched(loaded, trace, None):
                 trace.logits.append(decode(loaded, column, past))
-    trace.states = [state.clone() for state in recurrent_states(past)]
+    trace.states = [state.cpu() for state in recurrent_states(past)]
     return trace
 
 
@@ -98,7 +98,7 @@ def check_blocks(run: DecodeRun, plain: Trace, forced: Tensor) -> dict[str, Any]
     )  # [T, blocks, rows]
     states, _ = engine.pool.read(run.slots[:rows])
     state_error = max(
-        float((a - b[:rows]).norm() / b[:rows].norm().clamp_min(1e-30))
+        float((a - b[:rows].to(a.device)).norm() / b[:rows].norm().clamp_min(1e-30))
         for a, b in zip(states, plain.states, strict=True)
     )
     logit_rows = torch.stack(

@@ -39,7 +39,7 @@ def prefix_of(loaded: LoadedModel, batch: int, length: int, seed: int = 0) -> Pr
 @pytest.mark.parametrize("state", ["fp32", "damp"])
 def test_steps_on_lines_equal_the_model(loaded: LoadedModel, state: str) -> None:
     prefix, forced = prefix_of(loaded, 3, 21), draw(3, 4, seed=1)
-    engine = DecodeEngine(loaded, state=state, slots=5)
+    engine = DecodeEngine(loaded, state=state, slots=5, k_hi=8 if state == "damp" else None)
     engine.pool.alloc(1)  # slots and rows differ
     run = engine.start(prefix, room=4, fixed=True)
     found = torch.stack([run.step(column).clone() for column in forced.T])
@@ -48,7 +48,7 @@ def test_steps_on_lines_equal_the_model(loaded: LoadedModel, state: str) -> None
     if state == "fp32":
         assert_within(found, expected, "replay-logits-f32")
     else:
-        assert errors(found, expected)[0] < 1e-3
+        assert errors(found, expected)[0] < 1e-2  # rounding flips
     dense = sum(hasattr(block.mlp, "gate_proj") for block in loaded.model.model.layers)
     assert engine.modules.replaced["linear"] == 3
     assert engine.modules.replaced["mixtures"] == 4 - dense
