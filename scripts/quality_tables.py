@@ -1,6 +1,9 @@
 """Tables of docs/results.md from recorded `bench quality`: answers by arm, by task, by format, and the checks."""
 
+import json
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import tables
@@ -148,3 +151,21 @@ def _checks(result: Result) -> list[str]:
         names = ", ".join(f"{r['task']} ({r['tokens']:,}): {r['why']}" for r in result["left_out"])
         parts.append(f"Left out: {names}.")
     return parts
+
+
+def main() -> None:
+    """`python scripts/quality_tables.py FILE [FOLDER]`: print the tables of a recording, draw its figures."""
+    from hybridstate.figures.quality import quality_figures
+
+    document = json.loads(Path(sys.argv[1]).read_text())
+    result = document["result"]
+    for part in (quality, by_task, formats):
+        sys.stdout.write(part(result) + "\n\n")
+    if len(sys.argv) > 2:
+        folder = Path(sys.argv[2])
+        folder.mkdir(parents=True, exist_ok=True)
+        quality_figures(result, str(result["model"]), folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -37,6 +37,7 @@ def bench_quality(
     rows: int | None = None,
     within: float | None = None,
     device: str = "auto",
+    dtype: str = "auto",
     progress: "Progress | None" = None,
     record: "Record | None" = None,
 ) -> "Quality":
@@ -54,6 +55,7 @@ def bench_quality(
         boundaries, questions, replays, seeds, chunk, temperature, seed, slots, resident, repeats, rows, within:
             see `bench.quality.Options`.
         device: `auto`, `cpu` or `cuda`.
+        dtype: of the weights: `auto`, `float32`, `bfloat16` or `float16`.
         progress: called with (stage, done, total).
         record: receives the result so far after every block.
 
@@ -73,7 +75,7 @@ def bench_quality(
     from hybridstate.quality import ruler
     from hybridstate.quality.questions import SEED
     from hybridstate.quant.catalogue import parse
-    from hybridstate.trajectories.model import load_model
+    from hybridstate.trajectories.model import load_model, torch_dtype
     from hybridstate.trajectories.prompts import heldout_text
 
     every = (*OWN_TASKS, *ruler.TASKS) if qa else (*OWN_TASKS, *ruler.TASKS[:-1])
@@ -94,6 +96,7 @@ def bench_quality(
         within=within,
     )
     options.check()
+    weights = torch_dtype(dtype)
     for name in formats or ():
         parse(name)
     material = ruler.Material.of(heldout_text(), None if qa is None else Path(qa))
@@ -101,7 +104,7 @@ def bench_quality(
     checkpoint = open_checkpoint(str(model), weights=True)
     if given is None and STATE_PLAN in checkpoint.config:
         given = read_plan(checkpoint.path)
-    loaded = load_model(str(model), device=device)
+    loaded = load_model(str(model), device=device, dtype=weights)
     a_s = resolve_gate_input(loaded.checkpoint, given=gate_input, measured=gate_input_from)
     selections = selections_at(loaded, tuple(dict.fromkeys(w_max or W_MAX)), a_s[0])
     arms = (*reuse_arms(loaded, selections, seeds), *storage_arms(loaded, formats, given))

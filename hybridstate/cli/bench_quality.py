@@ -142,6 +142,12 @@ def quality(
         ),
     ] = None,
     device: Device = "auto",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            "--dtype", metavar="NAME", help="Of the weights: float32, bfloat16, float16 or auto."
+        ),
+    ] = "auto",
     output: OutputPath = None,
     force: Force = False,
     json: Json = False,
@@ -180,6 +186,7 @@ def quality(
             rows=rows,
             within=within,
             device=device,
+            dtype=dtype,
             progress=out.progress,
             record=None if output is None else _recorder(out, output),
         ).to_json()

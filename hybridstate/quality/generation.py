@@ -71,12 +71,14 @@ def generate(
     chunk: int,
     sampling: Sampling,
     whole: Any = None,
+    fixed: bool | None = None,
 ) -> Replies:
     """Read the suffix and generate `block.budget` tokens per request.
 
     Args:
         chunk: tokens of the suffix between two writes of the state.
-        whole: a cache that holds the whole prompts `[N]`, for arms without a prefix cache.
+        whole: logits `[N, vocabulary]` and cache of whole prompts, for arms without a prefix cache.
+        fixed: keep everything at fixed addresses, which a graph needs; by default where `uses_fixed`.
 
     Raises:
         NumericError: a state is not finite at the end.
@@ -104,7 +106,7 @@ def generate(
     tokens = [chosen(logits, 0).clone()]
     mode = "none"
     if block.budget > 1:
-        steps = _Steps(loaded, past, storage, chosen, block.budget)
+        steps = _Steps(loaded, past, storage, chosen, block.budget, fixed)
         del past
         tokens += steps.run(tokens[0])
         mode = steps.mode
@@ -175,7 +177,8 @@ class _Chooser:
         if not self.sampling.temperature:
             return logits.argmax(-1)
         blocks = logits.float().unflatten(0, (self.arms, self.requests))
-        return (blocks / self.sampling.temperature + self.noise).argmax(-1).flatten()
+        chosen: torch.Tensor = (blocks / self.sampling.temperature + self.noise).argmax(-1)
+        return chosen.flatten()
 
     def __call__(self, logits: torch.Tensor, step: int) -> torch.Tensor:
         """`draw`, then `pick`."""
@@ -187,10 +190,16 @@ class _Steps:
     """One token per row and call, each state through its storage."""
 
     def __init__(
-        self, loaded: LoadedModel, past: Any, storage: Storage, chosen: _Chooser, budget: int
+        self,
+        loaded: LoadedModel,
+        past: Any,
+        storage: Storage,
+        chosen: _Chooser,
+        budget: int,
+        fixed: bool | None,
     ) -> None:
         self.loaded, self.storage, self.chosen, self.budget = loaded, storage, chosen, budget
-        self.fixed = uses_fixed(loaded)
+        self.fixed = uses_fixed(loaded) if fixed is None else fixed
         self.cache = fixed_cache(loaded, past, budget) if self.fixed else past
         self._decode = in_place_decode(loaded) if self.fixed else reference_decode
         self._update = torch.zeros((), dtype=torch.int64, device=loaded.device)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import hybridstate.bench.quality as module
 from hybridstate.bench.cutoffs import selections_at
 from hybridstate.bench.quality import Options, run_quality, whole_window
 from hybridstate.bench.quality_arms import reuse_arms, storage_arms, stored_bytes
@@ -22,6 +21,7 @@ from hybridstate.errors import NumericError, UsageError
 from hybridstate.figures.quality import quality_figures
 from hybridstate.plan.accounting import account
 from hybridstate.plan.store import read_plan
+from hybridstate.quality.replay import Replayed
 from hybridstate.quality.ruler import Material
 from hybridstate.quality.tasks import TASKS
 from hybridstate.trajectories.model import LoadedModel, load_model
@@ -153,12 +153,12 @@ def test_whole_window_is_checked(
     assert found["same_reply_as_recompute"] == 1.0
     assert whole_window(loaded, arms[:3], OPTIONS) is None
 
-    real = module.Replayed.__call__
+    real = Replayed.__call__
 
     def wrong(self: Any, prefix: Any, window: int) -> Any:
         return [1.5 * state for state in real(self, prefix, window)]
 
-    monkeypatch.setattr(module.Replayed, "__call__", wrong)
+    monkeypatch.setattr(Replayed, "__call__", wrong)
     with pytest.raises(NumericError, match="recomputation"):
         whole_window(loaded, arms, OPTIONS)
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,6 +67,7 @@ def answered(
     prefix: Prefix,
     arms: list[ReuseArm],
     sampling: Sampling | None = None,
+    fixed: bool | None = None,
 ) -> Replies:
     whole = prefill(loaded, torch.cat([block.context, block.suffix], 1))
     found = []
@@ -76,7 +78,7 @@ def answered(
             mine = stored_prefixes(loaded, block, [arm.storage], chunk=64, rows=8)[0]
             found.append(served(loaded, arm, block, mine))
     chosen = sampling or Sampling()
-    return generate(loaded, block, arms, found, chunk=64, sampling=chosen, whole=whole)
+    return generate(loaded, block, arms, found, chunk=64, sampling=chosen, whole=whole, fixed=fixed)
 
 
 @torch.no_grad()
@@ -153,6 +155,21 @@ def test_replies_equal_those_without_a_cache(
         assert (found.tokens[arm].reshape(ROUNDS, 3, -1) == expected).all()
 
 
+def test_steps_on_fixed_tensors_give_the_same_replies(
+    loaded: LoadedModel, block: Block, prefix: Prefix
+) -> None:
+    """What a GPU runs, without its graph."""
+    arms = [
+        ReuseArm("dense", "dense"),
+        ReuseArm("recompute", "recompute"),
+        ReuseArm("bf16", "dense", storage=plain_arm("bf16")),
+    ]
+    for sampling in (Sampling(), Sampling(1.5, 3)):
+        plain = answered(loaded, block, prefix, arms, sampling, fixed=False)
+        fixed = answered(loaded, block, prefix, arms, sampling, fixed=True)
+        assert (plain.tokens == fixed.tokens).all()
+
+
 def test_replay_of_the_whole_prefix_is_recomputation(
     loaded: LoadedModel, block: Block, prefix: Prefix
 ) -> None:
@@ -181,14 +198,12 @@ def test_formatted_prefill_is_written_at_every_chunk(loaded: LoadedModel, block:
     assert len(found) == 2
     state, tokens = found[0].states[0], block.context[:1]
     assert state.equal(state.bfloat16().float())
-    _, past = prefill(
-        loaded,
-        tokens,
-        chunk=64,
-        after_chunk=lambda cache, _n: [
-            s.copy_(s.bfloat16().float()) for s in recurrent_states(cache)
-        ],
-    )
+
+    def write(cache: Any, _done: int) -> None:
+        for kept in recurrent_states(cache):
+            kept.copy_(kept.bfloat16().float())
+
+    _, past = prefill(loaded, tokens, chunk=64, after_chunk=write)
     for mine, other in zip(found[0].states, recurrent_states(past), strict=True):
         assert (mine[0] - other[0]).norm() <= 1e-3 * other[0].norm()
 
