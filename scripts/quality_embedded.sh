@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# The recorded `bench quality` of both embedded models, one GPU each, or both at once on one.
+# The recorded `bench quality` of both embedded models: four processes, a model to a GPU (or all on one).
 #
 #   bash scripts/quality_embedded.sh RESULTS [SECONDS] [XQUAD]
 #
-# RESULTS gets quality-MODEL.json and a log of each model; a run that is killed leaves quality-MODEL.partial.json of the
-# same form. No block is begun after SECONDS. XQUAD is a file in SQuAD's form; without it qa_1 is left out.
+# RESULTS gets quality-MODEL.json (the model's own tasks), quality-MODEL-ruler.json and their logs; a run that is killed
+# leaves *.partial.json of the same form. No block is begun after SECONDS. XQUAD is a file in SQuAD's form; without it
+# qa_1 is left out. `python scripts/quality_tables.py quality-MODEL.json quality-MODEL-ruler.json FOLDER` makes tables
+# and figures.
 set -u
 results=$1 seconds=${2:-120} qa=${3:-}
 mkdir -p "$results"
@@ -13,15 +15,18 @@ questions=()
 [ -n "$qa" ] && [ -f "$qa" ] && questions=(--qa "$qa")
 
 one() {
-  local model=$1 gpu=$2
+  local model=$1 gpu=$2 name=$3
+  shift 3
   CUDA_VISIBLE_DEVICES=$gpu python -m hybridstate bench quality "$model" --plan "plans/$model" --tokens 4096 \
-    --questions 30 --replays 3 --resident --repeats 3 --dtype float32 --within "$seconds" --device cuda --force \
-    "${questions[@]}" -o "$results/quality-$model.json" > "$results/quality-$model.log" 2>&1
-  echo "$model: exit $?"
+    --replays 3 --resident --repeats 3 --dtype float32 --within "$seconds" --device cuda --force "$@" \
+    -o "$results/$name.json" > "$results/$name.log" 2>&1
+  echo "$name: exit $?"
 }
 
 if [ "$gpus" -ge 2 ]; then second=1; else second=0; fi
-one tiny-gdn 0 &
-one tiny-kda "$second" &
+one tiny-gdn 0 quality-tiny-gdn --tasks own --questions 40 &
+one tiny-kda "$second" quality-tiny-kda --tasks own --questions 40 &
+one tiny-gdn 0 quality-tiny-gdn-ruler --tasks ruler --questions 20 "${questions[@]}" &
+one tiny-kda "$second" quality-tiny-kda-ruler --tasks ruler --questions 20 "${questions[@]}" &
 wait
-tail -n 12 "$results"/quality-*.log
+tail -n 8 "$results"/quality-*.log

@@ -153,18 +153,31 @@ def _checks(result: Result) -> list[str]:
     return parts
 
 
+def merged(results: Sequence[Result]) -> dict[str, Any]:
+    """One result of several recordings of one model with the same arms, e.g. of its two suites."""
+    whole = dict(results[0])
+    for other in results[1:]:
+        if (other["model"], other["arms"]) != (whole["model"], whole["arms"]):
+            raise ValueError("the recordings are of other models or arms")
+        for name in ("summary", "blocks", "refused", "left_out", "ttft"):
+            whole[name] = [*whole[name], *other[name]]
+        whole["whole_window"] = whole["whole_window"] or other["whole_window"]
+        whole["complete"] = whole["complete"] and other["complete"]
+    return whole
+
+
 def main() -> None:
-    """`python scripts/quality_tables.py FILE [FOLDER]`: print the tables of a recording, draw its figures."""
+    """`python scripts/quality_tables.py FILE.json... [FOLDER]`: print the tables, draw the figures."""
     from hybridstate.figures.quality import quality_figures
 
-    document = json.loads(Path(sys.argv[1]).read_text())
-    result = document["result"]
+    files = [Path(name) for name in sys.argv[1:] if name.endswith(".json")]
+    result = merged([json.loads(file.read_text())["result"] for file in files])
     for part in (quality, by_task, formats):
         sys.stdout.write(part(result) + "\n\n")
-    if len(sys.argv) > 2:
-        folder = Path(sys.argv[2])
-        folder.mkdir(parents=True, exist_ok=True)
-        quality_figures(result, str(result["model"]), folder)
+    for name in sys.argv[1:]:
+        if not name.endswith(".json"):
+            Path(name).mkdir(parents=True, exist_ok=True)
+            quality_figures(result, str(result["model"]), Path(name))
 
 
 if __name__ == "__main__":

@@ -32,14 +32,15 @@ from hybridstate.quality.replay import (
     stored_prefixes,
     without_cache,
 )
+from hybridstate.runtime.restore import Prefix
 from hybridstate.trajectories.cache import prefill
 from hybridstate.trajectories.model import LoadedModel
 
 BOUNDARIES: Final = ("prompt", "question")
 OWN_TASKS: Final = tasks.TASKS
-STATE_BYTES: Final = 12 << 30
-"""FP32 states decoded at once on a GPU; temporaries take a few times as much."""
-PASS_TOKENS: Final = {"cpu": 16_384, "cuda": 262_144}
+BATCH_BYTES: Final = 14 << 30
+"""States and attention keys decoded at once on a GPU; temporaries take about three times as much."""
+PASS_TOKENS: Final = {"cpu": 16_384, "cuda": 131_072}
 """Tokens of one forward pass."""
 CPU_ROWS: Final = 64
 
@@ -240,7 +241,7 @@ def run_block(
         whole = prefill(loaded, torch.cat([block.context, block.suffix], 1))
     refused: dict[str, str] = {}
     mode = ""
-    for group in _groups(loaded, arms, block, options):
+    for group in _groups(loaded, arms, block, prefix, options):
         served = _served(loaded, group, block, prefix, replayed, options)
         replies = generate(
             loaded,
@@ -303,16 +304,22 @@ def _served(
 
 
 def _groups(
-    loaded: LoadedModel, arms: Sequence[ReuseArm], block: Block, options: Options
+    loaded: LoadedModel,
+    arms: Sequence[ReuseArm],
+    block: Block,
+    prefix: Prefix,
+    options: Options,
 ) -> Iterator[Sequence[ReuseArm]]:
     """Arms that run together: as many as rows allow, at least one."""
     rows = options.rows
     if rows is None and loaded.device.type == "cpu":
         rows = CPU_ROWS
     if rows is None:
-        state = sum(4 * x.value_heads * x.key_dim * x.value_dim for x in loaded.spec.layers)
+        keys = [tensor[0] for pair in prefix.kv.values() for tensor in pair]
+        held = [*(state[0] for state in prefix.states), *keys]
+        row = sum(tensor.numel() * tensor.element_size() for tensor in held)
         unseen = min(options.chunk, int(block.suffix.shape[1]))
-        rows = min(STATE_BYTES // state, PASS_TOKENS["cuda"] // unseen)
+        rows = min(BATCH_BYTES // row, PASS_TOKENS["cuda"] // unseen)
     count = max(1, rows // (block.questions * options.replays))
     for start in range(0, len(arms), count):
         yield arms[start : start + count]

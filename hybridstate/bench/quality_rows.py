@@ -49,7 +49,7 @@ class Rows:
         scores = np.array(scored, np.float64).reshape(self.rounds, count)
         if self._tokens is None or self._first is None:
             assert arm.name == "dense", "the dense arm comes first"
-            self._tokens, self._first = tokens, first
+            self._tokens, self._first = tokens, first.clone()  # not a view of all arms
             self.replies = texts[:count]
         reference = self._first.double()
         kl = (reference.exp() * (reference - first.double())).sum(-1).clamp_min(0.0)

@@ -229,6 +229,10 @@ def test_tables_of_the_results(result: dict[str, Any], monkeypatch: pytest.Monke
     assert "WR equals recomputation" in text
     assert "| recall, 640, to the prompt |" in quality_tables.by_task(result)
     assert "| bf16 |" in quality_tables.formats(result)
+    twice = quality_tables.merged([result, result])
+    assert len(twice["blocks"]) == 2 * len(result["blocks"])
+    with pytest.raises(ValueError, match="other models or arms"):
+        quality_tables.merged([result, {**result, "model": "other"}])
     dense = next(r for r in result["summary"] if r["arm"] == "dense" and r["suite"] == "ruler")
     assert bool(quality_tables.untrained(result)) == (dense["accuracy"] < 0.1)
 
