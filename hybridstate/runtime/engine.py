@@ -287,12 +287,11 @@ class DecodeRun:
         return self._forward()
 
     def _forward(self) -> torch.Tensor:
-        self.engine.update_calls = [0] * len(self.engine.pool.layouts)
         if self._step is not None:
-            logits = self._step(self._tokens)
-        else:
-            with swap(self.engine.loaded, decode=self.engine.advance):
-                logits = forward(self.engine.loaded, self._tokens, self._past)[:, -1]
+            return self._step(self._tokens)
+        self.engine.update_calls = [0] * len(self.engine.pool.layouts)
+        with swap(self.engine.loaded, decode=self.engine.advance):
+            logits = forward(self.engine.loaded, self._tokens, self._past)[:, -1]
         for ordinal, calls in enumerate(self.engine.update_calls):
             if calls != 1:
                 raise NumericError(f"linear layer {ordinal} was updated {calls} times in one step")

@@ -100,6 +100,18 @@ class StoredOrder:
             state = state.gather(3, self.value[None, :, None, :].expand_as(state))
         return state if self.scale is None else state / self.scale[None, :, None, :]
 
+    def model_states(self, state: torch.Tensor) -> torch.Tensor:
+        """State `[B, H, K, V]` from stored order back to model order, c undone: what a prefill continues from."""
+        if self.scale is not None:
+            state = state * self.scale[None, :, None, :]
+        if self.value is not None:
+            index = self.value[None, :, None, :].expand_as(state)
+            state = torch.empty_like(state).scatter_(3, index, state)
+        if self.key is not None:
+            index = self.key[None, :, :, None].expand_as(state)
+            state = torch.empty_like(state).scatter_(2, index, state)
+        return state
+
 
 def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return x.gather(-1, index.expand_as(x))

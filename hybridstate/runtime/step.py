@@ -139,6 +139,7 @@ class PooledStep:
         """Logits `[B, vocabulary]` of `tokens [B, 1]`; states, windows, lines and lengths advance."""
         engine, loaded = self.engine, self.engine.loaded
         modules = engine.modules
+        engine.update_calls = [0] * len(engine.pool.layouts)
         with (
             self.lines.active(loaded, self.rows, self.lengths),
             modules.active(engine, self.slots),
@@ -146,6 +147,9 @@ class PooledStep:
         ):
             options = {"position_ids": self.lengths[:, None]}
             logits = forward(loaded, tokens, self.past, **options)[:, -1]
+        for ordinal, calls in enumerate(engine.update_calls):
+            if calls != 1:
+                raise NumericError(f"linear layer {ordinal} was updated {calls} times in one step")
         self.lengths.add_(1)
         return logits
 
