@@ -8,14 +8,15 @@ included, and at every decoded token; DASC's arms keep the live state in FP32.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 
 from hybridstate.bench.quality_arms import stored_bytes
-from hybridstate.bench.quality_rows import Rows, summary
+from hybridstate.bench.quality_rows import Rows, loaded_share, summary
 from hybridstate.bench.quality_times import first_token_times
+from hybridstate.bench.quality_window import whole_window
 from hybridstate.bench.timing import device_record
 from hybridstate.defaults import RANDOM_MASK_SEEDS
 from hybridstate.errors import NumericError, UsageError
@@ -38,14 +39,13 @@ from hybridstate.trajectories.model import LoadedModel
 
 BOUNDARIES: Final = ("prompt", "question")
 OWN_TASKS: Final = tasks.TASKS
+LOADED_IN_ALL: Final = 0.99
+"""Under residency, the least share of loaded requests of an arm over all blocks (DASC C)."""
 BATCH_BYTES: Final = 14 << 30
 """States and attention keys decoded at once on a GPU; temporaries take about three times as much."""
 PASS_TOKENS: Final = {"cpu": 16_384, "cuda": 131_072}
 """Tokens of one forward pass."""
 CPU_ROWS: Final = 64
-
-WHOLE_WINDOW: Final = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
-"""Largest relative RMS of states after a replay of the whole prefix, against prefill."""
 
 Progress = Callable[[str, int, int], None]
 Record = Callable[[dict[str, Any]], None]
@@ -142,6 +142,7 @@ class Quality:
             "complete": self.complete,
             "whole_window": self.whole_window,
             "summary": summary(self.blocks),
+            "loaded": loaded_share(self.blocks),
             "blocks": list(self.blocks),
             "refused": list(self.refused),
             "left_out": list(self.left_out),
@@ -178,7 +179,7 @@ def run_quality(
     begun = time.monotonic()
     quality = Quality(_header(loaded, arms, options) | (header or {}))
     plan = list(_planned(options))
-    quality.whole_window = whole_window(loaded, arms, options)
+    quality.whole_window = whole_window(loaded, arms, questions=min(8, options.questions))
     keep(quality.to_json())
     for place, (task, tokens, boundaries) in enumerate(plan):
         report("blocks", place, len(plan))
@@ -216,6 +217,13 @@ def run_quality(
             hint="longer prompts raise the token hit, more --slots avoid evictions"
             if quality.refused
             else "give more time with --within, or longer prompts with --tokens",
+        )
+    short = {n: x for n, x in loaded_share(quality.blocks).items() if x < LOADED_IN_ALL}
+    if options.resident and short:
+        name, share = next(iter(short.items()))
+        raise NumericError(
+            f"{name} loaded a state in {share:.1%} of all its requests, {LOADED_IN_ALL:.0%} are needed",
+            hint="give more --slots",
         )
     quality.complete = not any("begun" in entry["why"] for entry in quality.left_out)
     return quality
@@ -346,58 +354,6 @@ def _made(
         return None, error.message
 
 
-@torch.no_grad()
-def whole_window(
-    loaded: LoadedModel, arms: Sequence[ReuseArm], options: Options
-) -> dict[str, Any] | None:
-    """WR whose window holds the whole prefix is full recomputation (`n_p <= W_replay`); None without such an arm.
-
-    Raises:
-        NumericError: restored states differ from prefill by more than rounding.
-    """
-    wr = [arm for arm in arms if arm.policy == "wr" and arm.kind == "fp32"]
-    window = max((arm.w_replay for arm in wr), default=0)
-    tokens = min(window + 1, 513)
-    if tokens < 160:
-        return None
-    arm = next(arm for arm in wr if arm.w_replay == window)
-    count = min(8, options.questions)
-    block = own_block(loaded, "registers", tokens=tokens, questions=count).at_the_end()
-    chosen = (arms[0], ReuseArm("recompute", "recompute"), arm)
-    few = replace(options, replays=1, slots=None)
-    prefix = stored_prefixes(loaded, block, [arm.storage], chunk=options.chunk, rows=count)[0]
-    served = _served(loaded, chosen, block, prefix, Replayed(loaded, prefix, count), few)
-    errors = [
-        float((found - exact).norm() / exact.norm())
-        for found, exact in zip(served[2].states, prefix.states, strict=True)
-    ]
-    limit = WHOLE_WINDOW[loaded.dtype]
-    if not max(errors) <= limit:
-        raise NumericError(
-            f"{arm.name} replays all {block.prefix} tokens of a prefix and is {max(errors):.2e} from "
-            f"recomputation, at most {limit:g} is rounding; nothing is reported",
-            found=max(errors),
-            expected=limit,
-        )
-    whole = prefill(loaded, torch.cat([block.context, block.suffix], 1))
-    replies = generate(
-        *(loaded, block, chosen, served), chunk=options.chunk, sampling=Sampling(), whole=whole
-    )
-    same = [(replies.tokens[2] == replies.tokens[n]).all(1).mean() for n in (0, 1)]
-    omitted = 0 if arm.units is None else sum(len(rows) for rows in arm.units.omitted)
-    return {
-        "arm": arm.name,
-        "window": window,
-        "prefix_tokens": block.prefix,
-        "omitted_units": omitted,
-        "questions": count,
-        "state_error": max(errors),
-        "state_error_limit": limit,
-        "same_reply_as_dense": float(same[0]),
-        "same_reply_as_recompute": float(same[1]),
-    }
-
-
 def _header(loaded: LoadedModel, arms: Sequence[ReuseArm], options: Options) -> dict[str, Any]:
     settings = {name: getattr(options, name) for name in options.__slots__}
     return {
@@ -412,7 +368,11 @@ def _header(loaded: LoadedModel, arms: Sequence[ReuseArm], options: Options) -> 
             "mask_seeds": list(RANDOM_MASK_SEEDS[: options.seeds]),
             "dense_spill": False,
             "warm_requests": "one per prefix, not scored",
-            "resident_rules": {"token_hit_above": TOKEN_HIT, "loaded_at_least": LOADED},
+            "resident_rules": {
+                "token_hit_above": TOKEN_HIT,
+                "loaded_at_least": LOADED,
+                "loaded_at_least_in_all": LOADED_IN_ALL,
+            },
             "formats": "written at the end of every prefill chunk and at every decoded token; simulated "
             "in an FP32 container",
             "data": "synthetic, in RULER's templates and in the models' own; prose is CC0",

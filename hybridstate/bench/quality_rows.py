@@ -173,3 +173,15 @@ def summary(blocks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 }
             )
     return found
+
+
+def loaded_share(blocks: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Per arm the share of all measured requests that started from a cached state; arms without a cache left out."""
+    requests: dict[str, int] = {}
+    hits: dict[str, int] = {}
+    for block in blocks:
+        for name, arm in block["arms"].items():
+            if arm["bytes"]:
+                requests[name] = requests.get(name, 0) + arm["hit"]["requests"]
+                hits[name] = hits.get(name, 0) + arm["hit"]["hits"]
+    return {name: hits[name] / count for name, count in requests.items()}

@@ -12,8 +12,9 @@ import torch
 from typer.testing import CliRunner
 
 from hybridstate.bench.cutoffs import selections_at
-from hybridstate.bench.quality import Options, run_quality, whole_window
+from hybridstate.bench.quality import Options, run_quality
 from hybridstate.bench.quality_arms import reuse_arms, storage_arms, stored_bytes
+from hybridstate.bench.quality_window import whole_window
 from hybridstate.bench.restore import RECOMPUTE_KL
 from hybridstate.cli.bench_quality import named_tasks
 from hybridstate.cli.main import app
@@ -146,12 +147,12 @@ def test_blocks_that_were_not_resident_are_refused(loaded: LoadedModel, arms: An
 def test_whole_window_is_checked(
     loaded: LoadedModel, arms: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = whole_window(loaded, arms, OPTIONS)
+    found = whole_window(loaded, arms, questions=2)
     assert found is not None
     assert found["prefix_tokens"] <= found["window"]
     assert found["state_error"] <= 1e-5
     assert found["same_reply_as_recompute"] == 1.0
-    assert whole_window(loaded, arms[:3], OPTIONS) is None
+    assert whole_window(loaded, arms[:3], questions=2) is None
 
     real = Replayed.__call__
 
@@ -160,7 +161,7 @@ def test_whole_window_is_checked(
 
     monkeypatch.setattr(Replayed, "__call__", wrong)
     with pytest.raises(NumericError, match="recomputation"):
-        whole_window(loaded, arms, OPTIONS)
+        whole_window(loaded, arms, questions=2)
 
 
 @pytest.mark.parametrize(
