@@ -210,19 +210,21 @@ def bench_decode(
     output_tokens: int = 64,
     k_hi: int | None = None,
     graph: bool = True,
+    dummy: bool = False,
     device: str = "auto",
     progress: "Progress | None" = None,
 ) -> "Decoded":
     """Time per output token with the state in our pool; only the pool exists between steps.
 
     Args:
-        model: folder or embedded name, original or exported.
+        model: folder or embedded name, original or exported; with `dummy` a folder with a config, or a published name.
         plan: key order and FP16 channels of the packed state; an exported checkpoint brings its own.
         states: of `fp32`, `bf16`, `fp16`, `damp`; the first and the last by default.
         batches: sequences decoded at once.
         input_tokens, output_tokens: prefilled, and decoded and timed, per sequence.
         k_hi: FP16 channels without a plan.
         graph: capture the step in a CUDA graph on a GPU.
+        dummy: synthetic weights of the config's dimensions; adds components, bytes and the update alone.
         device: `auto`, `cpu` or `cuda`.
         progress: called with (stage, done, total).
 
@@ -236,6 +238,20 @@ def bench_decode(
     from hybridstate.trajectories.model import load_model
     from hybridstate.trajectories.prompts import heldout_text
 
+    options = Options(
+        input_tokens=input_tokens, output_tokens=output_tokens, k_hi=k_hi, graph=graph
+    ).given(states, batches)
+    if dummy:
+        from hybridstate.bench.decode_dummy import run_dummy_decode
+        from hybridstate.trajectories.dummy import dummy_model
+
+        if plan is not None:
+            raise UsageError("no plan was made for synthetic weights", hint="leave --plan out")
+        options.check()
+        made = dummy_model(model, device=device)
+        check_k_hi(k_hi, made.spec)
+        options = options.on(made.device.type)
+        return run_dummy_decode(made, options, heldout_text(), progress=progress)
     given = None if plan is None else read_plan(plan)
     if given is None:
         own = _own_plan(model)
@@ -245,9 +261,6 @@ def bench_decode(
             "a plan brings its own FP16 channels",
             hint="give either --plan or --k-hi" if plan else "leave --k-hi out: MODEL has a plan",
         )
-    options = Options(
-        input_tokens=input_tokens, output_tokens=output_tokens, k_hi=k_hi, graph=graph
-    ).given(states, batches)
     options.check()
     loaded = load_model(str(model), device=device)
     check_k_hi(k_hi, loaded.spec)

@@ -6,11 +6,13 @@ from typing import Annotated, Any
 import typer
 
 from hybridstate.cli.bench_codecs import codecs
+from hybridstate.cli.bench_decode import decode
 from hybridstate.cli.bench_exchange import exchange
+from hybridstate.cli.bench_options import Batches, PlanFolder, States
 from hybridstate.cli.bench_output import OutputPath, check_output, finish
 from hybridstate.cli.bench_quality import quality
 from hybridstate.cli.bench_simulate import simulate
-from hybridstate.cli.bench_tables import decode_tables, restore_tables, update_tables
+from hybridstate.cli.bench_tables import restore_tables, update_tables
 from hybridstate.cli.options import (
     Device,
     Force,
@@ -24,35 +26,6 @@ from hybridstate.cli.options import (
     parse_gate_input,
 )
 from hybridstate.cli.output import command
-
-PlanFolder = Annotated[
-    Path | None,
-    typer.Option(
-        "--plan",
-        metavar="DIR",
-        help="Folder of export-plan. [default: the plan of MODEL, if it was exported with one]",
-        show_default=False,
-    ),
-]
-States = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--state",
-        metavar="FORMAT",
-        help="fp32, bf16, fp16 or damp; repeatable.",
-        show_default=False,
-    ),
-]
-Batches = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--batch",
-        metavar="N",
-        min=1,
-        help="Batch size, repeatable. [default: small on a CPU, 1 to 256 on a GPU]",
-        show_default=False,
-    ),
-]
 
 
 def register(app: typer.Typer) -> None:
@@ -241,60 +214,6 @@ def update(
         ).to_json()
         update_tables(out, result)
         finish(out, "update", result, output, force=force)
-
-
-def decode(
-    model: LocalModel,
-    plan: PlanFolder = None,
-    state: States = None,
-    batch: Batches = None,
-    input_tokens: Annotated[
-        int, typer.Option("--input-tokens", metavar="N", min=1, help="Prefilled per sequence.")
-    ] = 256,
-    output_tokens: Annotated[
-        int, typer.Option("--output-tokens", metavar="N", min=1, help="Decoded per sequence.")
-    ] = 64,
-    k_hi: Annotated[
-        int | None,
-        typer.Option(
-            "--k-hi",
-            metavar="N",
-            min=0,
-            help="FP16 channels per head without a plan. [default: 16 of 128]",
-            show_default=False,
-        ),
-    ] = None,
-    eager: Annotated[bool, typer.Option("--eager", help="No CUDA graph.")] = False,
-    device: Device = "auto",
-    output: OutputPath = None,
-    force: Force = False,
-    json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Decode batches with the state in our pool: FP32 and packed by default.
-
-    Logits are first compared with a simulation of each format. Between two tokens only the pool
-    holds the states. On a CPU the reference runs, and its times say nothing about a GPU.
-    """
-    with command("bench decode", model=model, json=json, quiet=quiet) as out:
-        check_device(device)
-        check_output(output, force=force)
-        from hybridstate import api
-
-        result = api.bench_decode(
-            model,
-            plan=plan,
-            states=state,
-            batches=batch,
-            input_tokens=input_tokens,
-            output_tokens=output_tokens,
-            k_hi=k_hi,
-            graph=not eager,
-            device=device,
-            progress=out.progress,
-        ).to_json()
-        decode_tables(out, result)
-        finish(out, "decode", result, output, force=force)
 
 
 def _draw_restore(result: dict[str, Any], folder: Path) -> None:

@@ -136,13 +136,13 @@ def update_tables(out: Output, result: dict[str, Any]) -> None:
                 1e6 * row["step_s"]["p90"],
                 row["gb_per_s"],
                 row["pass_gb_per_s"],
-                _times(faster.get((row["dims"]["name"], row["batch"], row["gate"], row["state"]))),
+                times(faster.get((row["dims"]["name"], row["batch"], row["gate"], row["state"]))),
             )
             for row in result["rows"]
         ],
         note="FP32/this: above 1 is faster than FP32; pass GB/s: reading and writing as many bytes in place; "
         f"{result['protocol']['inputs']}; every step was first checked against float64"
-        + _reference_note(result["rows"]),
+        + reference_note(result["rows"]),
     )
     columns = ("fp32, in place", "fp32, out of place", "16-bit, in place", "16-bit, out of place")
     if any(entry["fastest"] for entry in result["fastest"]):
@@ -155,13 +155,13 @@ def update_tables(out: Output, result: dict[str, Any]) -> None:
                     entry["batch"],
                     entry["gate"],
                     1e6 * entry["damp_s"],
-                    *(_times(entry["fastest"].get(c, {}).get("over_damp")) for c in columns),
+                    *(times(entry["fastest"].get(c, {}).get("over_damp")) for c in columns),
                 )
                 for entry in result["fastest"]
             ],
             note="out of place: the kernel returns a fresh state instead of writing into the pool"
             + "".join(f"; {p['peer']} {p['kernel']}: {p['failed']}" for p in _failed(result))
-            + _reference_note(result["rows"]),
+            + reference_note(result["rows"]),
         )
 
 
@@ -171,56 +171,11 @@ def _failed(result: dict[str, Any]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def decode_tables(out: Output, result: dict[str, Any]) -> None:
-    """One line per batch and format, and the checks."""
-    faster = {(s["batch"], s["state"]): s["fp32_over_this"] for s in result["speedups"]}
-    ran = result.get("checkpoint", "as given")  # absent in older records
-    out.table(
-        f"{result['model']}{'' if ran == 'as given' else f' ({ran})'}: time per output token on "
-        f"{result['device']['name']}",
-        (
-            "batch",
-            "state",
-            "ran",
-            "step",
-            "state bytes",
-            "ms",
-            "p90",
-            "state GB/step s",
-            "FP32/this",
-        ),
-        [
-            (
-                row["batch"],
-                row["state"],
-                row["backend"],
-                row["mode"],
-                row["state_bytes_per_request"],
-                1e3 * row["tpot_s"]["median"],
-                1e3 * row["tpot_s"]["p90"],
-                row["whole_step_state_gb_per_s"],
-                _times(faster.get((row["batch"], row["state"]))),
-            )
-            for row in result["rows"]
-        ],
-        note=f"{result['protocol']['input_tokens']} tokens in, {result['protocol']['output_tokens']} "
-        f"timed; FP32/this: above 1 is faster than FP32; state bytes per request, with the convolution state "
-        f"in {result['protocol']['dtype']}; state GB/step s: state bytes over the time of the whole model "
-        f"step, not a kernel's bandwidth (see bench update); key order: "
-        f"{result['protocol']['key_order']}" + _reference_note(result["rows"]),
-    )
-    for check in result["checks"]:
-        out.text(
-            f"check: {check['state']} logits {check['logit_error']:.1e} from the simulated run "
-            f"(at most {check['logit_limit']:.0e}), {check['logit_distance_to_fp32']:.1e} from FP32"
-        )
-
-
-def _reference_note(rows: list[dict[str, Any]]) -> str:
+def reference_note(rows: list[dict[str, Any]]) -> str:
     if all(row["backend"] != "reference" for row in rows):
         return ""
     return "; the reference ran, so times say nothing about the kernels"
 
 
-def _times(value: float | None) -> str | None:
+def times(value: float | None) -> str | None:
     return None if value is None else f"{value:.2f}x"

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from hybridstate.figures.calibration import calibration_figures as calibration_figures
+from hybridstate.figures.decode import decode_figures as decode_figures
 from hybridstate.figures.horizons import (
     channels_figure,
     decay_figure,

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from hybridstate.bench import decode_dummy
 from hybridstate.bench.components import component, step_bytes, step_components
 from hybridstate.bench.decode import Options
+from hybridstate.cli.main import app
 from hybridstate.errors import NumericError, UsageError
 from hybridstate.runtime import fused
 from hybridstate.runtime.engine import DecodeEngine
@@ -53,6 +55,35 @@ def test_rows_are_checked_timed_and_labelled(loaded: LoadedModel) -> None:
     saving = result["savings"][0]
     assert saving["saved_s"] == pytest.approx(saving["fp32_tpot_s"] - saving["damp_tpot_s"])
     assert 0 < saving["cut_by_bytes"] < saving["state_share_of_bytes"] < 1
+
+
+def test_verb_prints_draws_and_labels(
+    loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times of components are made up: only a GPU has kernels to take apart."""
+    made = step_components([("dense_kernel", 1e-3), ("nvjet_a", 2e-3)], 4e-3)
+    monkeypatch.setattr(decode_dummy, "profiled", lambda *_: {"components": made, "longest": []})
+    name = "Qwen3.6-35B-A3B" if loaded.spec.unit == "head" else "Kimi-Linear-48B-A3B"
+    folder = tmp_path_factory.mktemp("verb")
+    config = small(folder / name, name, **dict(MODELS.values())[name])
+    target = folder / "out"
+    options = ["--batch", "1", "--input-tokens", "12", "--output-tokens", "2", "--device", "cpu"]
+    found = CliRunner().invoke(
+        app, ["bench", "decode", str(config), "--dummy", *options, "-o", str(target)]
+    )
+    assert found.exit_code == 0, found.output
+    assert "synthetic weights" in found.output
+    assert "what the packed state saves" in " ".join(found.output.split())
+    written = {path.name for path in target.iterdir()}
+    assert written == {*("decode.json", "tpot.png", "tpot.csv", "components.png", "components.csv")}
+    rows = (target / "components.csv").read_text().splitlines()
+    assert rows[1] == "1,fp32,recurrent update,1"
+    assert len(rows) == 1 + 2 * len(made)
+    refused = CliRunner().invoke(
+        app, ["bench", "decode", str(config), "--dummy", "--plan", str(folder), *options]
+    )
+    assert refused.exit_code == 2
+    assert "leave --plan out" in " ".join(refused.output.split())
 
 
 def test_bytes_of_a_step(loaded: LoadedModel) -> None:

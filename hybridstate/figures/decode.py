@@ -1,0 +1,108 @@
+"""Decode steps: the cut in time per token against the batch, and where a step's time goes."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybridstate.figures.style import COLOURS, digits, new_figure, save_figure
+
+
+def decode_figures(result: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
+    """Draw what the document of `bench decode` holds into an existing folder; returns the names of the figures."""
+    names = []
+    if result["speedups"]:
+        tpot_figure(result, folder)
+        names.append("tpot")
+    if any(row.get("components") for row in result["rows"]):
+        components_figure(result, folder)
+        names.append("components")
+    return tuple(names)
+
+
+def tpot_figure(result: Mapping[str, Any], folder: Path) -> None:
+    """Cut of the median time per token against FP32, by batch size; with synthetic weights what the bytes allow too.
+
+    Args:
+        result: the document of `bench decode`.
+        folder: existing; gets tpot.png and tpot.csv.
+    """
+    figure = new_figure(5.6, 3.2)
+    axes = figure.subplots()
+    rows: list[tuple[object, ...]] = []
+    states = list(dict.fromkeys(entry["state"] for entry in result["speedups"]))
+    for state, colour in zip(states, COLOURS, strict=False):
+        points = sorted(
+            (entry["batch"], 100 * (1 - 1 / entry["fp32_over_this"]))
+            for entry in result["speedups"]
+            if entry["state"] == state
+        )
+        axes.plot(*zip(*points, strict=True), "o-", color=colour, label=state)
+        rows += [(state, batch, digits(cut), "") for batch, cut in points]
+    allowed = sorted((s["batch"], 100 * s["cut_by_bytes"]) for s in result.get("savings", ()))
+    if allowed:
+        axes.plot(*zip(*allowed, strict=True), "k--", linewidth=1, label="damp, by bytes alone")
+        rows += [("damp by bytes", batch, digits(cut), "") for batch, cut in allowed]
+    published = [
+        (s["batch"], 100 * s["paper_tpot_cut"])
+        for s in result.get("savings", ())
+        if s["paper_tpot_cut"]
+    ]
+    if published:
+        axes.plot(*zip(*published, strict=True), "k*", markersize=9, label="damp, paper")
+        rows += [("damp in the paper", b, digits(cut), "another server") for b, cut in published]
+    axes.axhline(0, color="black", linewidth=0.6)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted({entry["batch"] for entry in result["speedups"]}))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("batch")
+    axes.set_ylabel("cut of TPOT against FP32 in %")
+    axes.legend(fontsize=8, frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(_title(result), fontsize=9, loc="left")
+    save_figure(figure, folder / "tpot", ("state", "batch", "tpot_cut_percent", "note"), rows)
+
+
+def components_figure(result: Mapping[str, Any], folder: Path) -> None:
+    """Milliseconds of each component as stacked bars, one bar per batch and format.
+
+    Args:
+        result: the document of `bench decode --dummy`.
+        folder: existing; gets components.png and components.csv.
+    """
+    timed = sorted(
+        (row for row in result["rows"] if row["components"]),
+        key=lambda row: (row["batch"], row["state"] != "fp32"),
+    )
+    figure = new_figure(max(6.0, 2.4 + 0.34 * len(timed)), 3.6)
+    axes = figure.subplots()
+    places = np.arange(len(timed))
+    below = np.zeros(len(timed))
+    rows: list[tuple[object, ...]] = []
+    hues = (*COLOURS[:6], "#999999", "#F0E442", "#DDDDDD")
+    for name, colour in zip(timed[0]["components"], hues, strict=True):
+        height = np.array([1e3 * max(0.0, row["components"][name]["s"]) for row in timed])
+        axes.bar(places, height, 0.8, bottom=below, color=colour, label=name)
+        below = below + height
+        rows += [
+            (row["batch"], row["state"], name, digits(1e3 * row["components"][name]["s"]))
+            for row in timed
+        ]
+    floor = [np.nan if row["bytes_s"] is None else 1e3 * row["bytes_s"] for row in timed]
+    axes.plot(places, floor, "k_", markersize=14, label="bytes alone")
+    axes.set_xticks(places, [f"{row['state']}\n{row['batch']}" for row in timed], fontsize=7)
+    axes.set_xlabel("format, batch")
+    axes.set_ylabel("ms a step")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(_title(result), fontsize=9, loc="left")
+    save_figure(figure, folder / "components", ("batch", "state", "component", "ms"), rows)
+
+
+def _title(result: Mapping[str, Any]) -> str:
+    protocol = result["protocol"]
+    return (
+        f"{result['model']}, {result['device']['name']}: {protocol['input_tokens']} tokens in, "
+        f"{protocol['output_tokens']} out"
+    )
