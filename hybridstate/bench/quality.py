@@ -193,7 +193,7 @@ def run_quality(
         for boundary in boundaries:
             whole = block.at_the_end() if boundary == "prompt" else block
             started = time.monotonic()
-            found, refused = run_block(loaded, arms, whole, boundary, options)
+            found, refused = _fitting(loaded, arms, whole, boundary, options)
             found["seconds"] = time.monotonic() - started
             if refused and options.resident:
                 quality.refused.append(
@@ -229,16 +229,38 @@ def run_quality(
     return quality
 
 
-def run_block(
+def _fitting(
     loaded: LoadedModel, arms: Sequence[ReuseArm], block: Block, boundary: str, options: Options
 ) -> tuple[dict[str, Any], dict[str, str]]:
+    """`run_block`, with fewer arms at once where the device's memory does not suffice."""
+    for divisor in (1, 2, 4):
+        try:
+            return run_block(loaded, arms, block, boundary, options, divisor)
+        except torch.OutOfMemoryError:
+            pass  # the frames that hold its tensors are gone once this clause is left
+        torch.cuda.empty_cache()
+    return run_block(loaded, arms, block, boundary, options, 8)
+
+
+def run_block(
+    loaded: LoadedModel,
+    arms: Sequence[ReuseArm],
+    block: Block,
+    boundary: str,
+    options: Options,
+    divisor: int = 1,
+) -> tuple[dict[str, Any], dict[str, str]]:
     """All arms on one block.
+
+    Args:
+        boundary: what the block's prefixes end at.
+        divisor: of the rows that run at once.
 
     Returns:
         Its entry, and by arm why its cache was not resident.
     """
     rows = Rows(loaded, block, boundary, options.replays)
-    per_pass = PASS_TOKENS[loaded.device.type]
+    per_pass = PASS_TOKENS[loaded.device.type] // divisor
     rows_prefill = max(1, per_pass // block.prefix)
     prefix = stored_prefixes(
         loaded, block, [arms[0].storage], chunk=options.chunk, rows=rows_prefill
@@ -249,8 +271,8 @@ def run_block(
         whole = prefill(loaded, torch.cat([block.context, block.suffix], 1))
     refused: dict[str, str] = {}
     mode = ""
-    for group in _groups(loaded, arms, block, prefix, options):
-        served = _served(loaded, group, block, prefix, replayed, options)
+    for group in _groups(loaded, arms, block, prefix, options, divisor):
+        served = _served(loaded, group, block, prefix, replayed, options, per_pass)
         replies = generate(
             loaded,
             block,
@@ -280,12 +302,13 @@ def _served(
     prefix: Any,
     replayed: Replayed,
     options: Options,
+    per_pass: int,
 ) -> list[Served]:
     """What each arm's cache returns; formatted states are prefilled together."""
     formatted = [arm for arm in group if not arm.storage.exact]
     own: dict[str, Any] = {}
     if formatted:
-        together = max(1, PASS_TOKENS[loaded.device.type] // options.chunk)
+        together = max(1, per_pass // options.chunk)
         made = stored_prefixes(
             loaded, block, [arm.storage for arm in formatted], chunk=options.chunk, rows=together
         )
@@ -317,6 +340,7 @@ def _groups(
     block: Block,
     prefix: Prefix,
     options: Options,
+    divisor: int,
 ) -> Iterator[Sequence[ReuseArm]]:
     """Arms that run together: as many as rows allow, at least one."""
     rows = options.rows
@@ -328,7 +352,7 @@ def _groups(
         row = sum(tensor.numel() * tensor.element_size() for tensor in held)
         unseen = min(options.chunk, int(block.suffix.shape[1]))
         rows = min(BATCH_BYTES // row, PASS_TOKENS["cuda"] // unseen)
-    count = max(1, rows // (block.questions * options.replays))
+    count = max(1, rows // divisor // (block.questions * options.replays))
     for start in range(0, len(arms), count):
         yield arms[start : start + count]
 

@@ -35,7 +35,7 @@ class Rows:
     def add(
         self, arm: ReuseArm, tokens: NDArray[np.int64], first: torch.Tensor, more: dict[str, Any]
     ) -> None:
-        """One arm.
+        """One arm. Its `samples` are a line of scores per round, in the order of the questions.
 
         Args:
             tokens: replies `[R, budget]`, round by round.
@@ -68,7 +68,7 @@ class Rows:
             "kl_first": float(kl.mean()),
             "rounds_differ": int((rounds != rounds[:1]).any((0, 2)).sum()),
             **more,
-            "samples": [[round(x, 6) for x in row] for row in scores.tolist()],
+            "samples": [" ".join(f"{x:.6g}" for x in row) for row in scores.tolist()],
         }
 
     def to_json(self, arms: Sequence[ReuseArm]) -> dict[str, Any]:

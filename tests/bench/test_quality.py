@@ -22,6 +22,7 @@ from hybridstate.errors import NumericError, UsageError
 from hybridstate.figures.quality import quality_figures
 from hybridstate.plan.accounting import account
 from hybridstate.plan.store import read_plan
+from hybridstate.quality.generation import generate
 from hybridstate.quality.replay import Replayed
 from hybridstate.quality.ruler import Material
 from hybridstate.quality.tasks import TASKS
@@ -77,9 +78,9 @@ def test_every_arm_on_every_block(result: dict[str, Any], arms: Any) -> None:
     for block in result["blocks"]:
         assert list(block["arms"]) == names
         for arm in block["arms"].values():
-            assert [len(row) for row in arm["samples"]] == [2, 2]
-            mean = sum(map(sum, arm["samples"])) / 4
-            assert arm["accuracy"] == pytest.approx(mean)
+            samples = [float(x) for row in arm["samples"] for x in row.split()]
+            assert [len(row.split()) for row in arm["samples"]] == [2, 2]
+            assert arm["accuracy"] == pytest.approx(sum(samples) / 4)
 
 
 def test_dense_and_recompute_agree_and_hits_are_counted(result: dict[str, Any]) -> None:
@@ -142,6 +143,24 @@ def test_blocks_that_were_not_resident_are_refused(loaded: LoadedModel, arms: An
     short = replace(few, slots=None, boundaries=("question",), tokens=(256,))
     low = run_quality(loaded, [arms[0], arms[3]], replace(short, resident=False), MATERIAL)
     assert low.blocks[0]["arms"]["dense"]["hit"]["token_hit"] > 0.7
+
+
+def test_a_full_device_gets_fewer_arms_at_once(
+    loaded: LoadedModel, arms: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def small(*args: Any, **options: Any) -> Any:
+        sizes.append(len(args[2]))
+        if len(args[2]) > 2:
+            raise torch.OutOfMemoryError("no room")
+        return generate(*args, **options)
+
+    monkeypatch.setattr("hybridstate.bench.quality.generate", small)
+    one = replace(OPTIONS, tasks=("recall",), boundaries=("prompt",), repeats=0, rows=16)
+    found = run_quality(loaded, [*arms[:2], *arms[3:5]], one, MATERIAL)
+    assert sizes == [4, 2, 2]
+    assert len(found.blocks[0]["arms"]) == 4
 
 
 def test_whole_window_is_checked(
