@@ -57,6 +57,14 @@ def main() -> int:
         if time.monotonic() - start > given.deadline:
             raise OutOfTime
 
+    def failed(state: str, batch: int, error: Exception) -> None:
+        traceback.print_exception(error)
+        kept.setdefault("failed", []).append([state, batch, str(error)])
+        save()
+        say(f"{state} B={batch} FAILED: {error}")
+        if time.monotonic() - start > given.deadline:
+            raise OutOfTime
+
     loaded = dummy_model(given.model, device=given.device)
     say(f"built {loaded.checkpoint.name}")
     options = Options(input_tokens=given.input_tokens, output_tokens=given.output_tokens).given(
@@ -69,13 +77,15 @@ def main() -> int:
             heldout_text(),
             progress=lambda stage, done, total: say(f"{stage} {done}/{total}"),
             report=report,
+            failed=failed,
         )
         kept.update(result.to_json())
     except OutOfTime:
         say("deadline")
+        kept["stopped"] = "deadline"
     except (HybridStateError, RuntimeError) as error:
         traceback.print_exc()
-        kept["failed"] = str(error)
+        kept.setdefault("failed", []).append(str(error))
     kept["savings"] = decode_dummy.savings(loaded, kept["rows"])
     kept["seconds"] = time.monotonic() - start
     if loaded.device.type == "cuda":

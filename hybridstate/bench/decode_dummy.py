@@ -20,6 +20,7 @@ from hybridstate.errors import NumericError, UsageError
 from hybridstate.quality.arms import cached_prefix
 from hybridstate.runtime.engine import DecodeEngine, DecodeRun
 from hybridstate.runtime.restore import Prefix
+from hybridstate.runtime.step import StepModules
 from hybridstate.trajectories.dummy import LABEL
 from hybridstate.trajectories.model import LoadedModel
 
@@ -32,6 +33,7 @@ LEAST_SHARE: Final = 0.9
 """Share of the isolated saving that has to arrive in the step."""
 
 Report = Callable[[dict[str, Any]], None]
+Failed = Callable[[str, int, Exception], None]
 
 
 def run_dummy_decode(
@@ -41,11 +43,13 @@ def run_dummy_decode(
     *,
     progress: Progress | None = None,
     report: Report | None = None,
+    failed: Failed | None = None,
 ) -> Decoded:
     """Check and time every format at every batch size, the largest batch first.
 
     Args:
         report: called with every row as it is measured.
+        failed: called with format, batch and error where a row cannot be measured, which then is left out; None raises.
 
     Raises:
         UsageError: the weights are not synthetic.
@@ -62,31 +66,43 @@ def run_dummy_decode(
     whole = cached_prefix(loaded, tokens[:, : options.input_tokens], rows=PREFILL_ROWS)
     step("prefill", 1, 1)
     forced = tokens[:, options.input_tokens :][:, :CHECK_TOKENS]
-    modules = None
+    modules = StepModules(loaded)
+    step("modules", 1, 1)
     traces: dict[str, Trace] = {}
-    for number, state in enumerate(options.states):
-        engine = DecodeEngine(loaded, state=state, slots=1, k_hi=options.k_hi, modules=modules)
-        modules = engine.modules
-        first = whole.rows(range(CHECK_ROWS))
-        traces[state] = plain_trace(engine, first, forced[:CHECK_ROWS])
-        step("plain model", number + 1, len(options.states))
     bandwidth = memory_bandwidth(loaded.device) if loaded.device.type == "cuda" else None
     measured: list[dict[str, Any]] = []
+    engine: DecodeEngine | None = None
+    done = 0
     for batch in batches:
         prefix = whole if batch == whole.batch else whole.rows(range(batch))
         for state in options.states:
-            engine = DecodeEngine(
-                loaded, state=state, slots=batch, k_hi=options.k_hi, modules=modules
-            )
-            row = _row(engine, prefix, forced[:batch], traces[state], options, bandwidth)
+            try:
+                if state not in traces:
+                    engine = DecodeEngine(
+                        loaded, state=state, slots=1, k_hi=options.k_hi, modules=modules
+                    )
+                    first = whole.rows(range(CHECK_ROWS))
+                    traces[state] = plain_trace(engine, first, forced[:CHECK_ROWS])
+                    del first
+                engine = DecodeEngine(
+                    loaded, state=state, slots=batch, k_hi=options.k_hi, modules=modules
+                )
+                row = _row(engine, prefix, forced[:batch], traces[state], options, bandwidth)
+            except (NumericError, RuntimeError) as error:
+                if failed is None:
+                    raise
+                failed(state, batch, error)
+                continue
+            finally:
+                engine = None
+                gc.collect()
+                if loaded.device.type == "cuda":
+                    torch.cuda.empty_cache()
             measured.append(row)
             if report is not None:
                 report(row)
-            step("decoding", len(measured), len(batches) * len(options.states))
-            del engine
-            gc.collect()
-            if loaded.device.type == "cuda":
-                torch.cuda.empty_cache()
+            done += 1
+            step("decoding", done, len(batches) * len(options.states))
     return Decoded(
         {
             "model": loaded.checkpoint.name,
@@ -95,7 +111,7 @@ def run_dummy_decode(
             "checkpoint": "as given",
             "device": device_record(loaded.device),
             "bandwidth_bytes_per_s": bandwidth,
-            "replaced_modules": {} if modules is None else modules.replaced,
+            "replaced_modules": modules.replaced,
             "protocol": {
                 "device": str(loaded.device),
                 "dtype": str(loaded.dtype).removeprefix("torch."),

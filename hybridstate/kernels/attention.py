@@ -242,7 +242,7 @@ def part_columns(programs: int, length: int, step: int) -> int:
 
 @triton.jit
 def append_kernel(
-    new, held, lines, positions, new_batch, new_group, held_line, held_group, held_row, first,
+    new, held, lines, positions, new_batch, new_group, held_line, held_group, held_row, first, length,
     D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """Grid: (batch, groups). One row of D columns, to columns `first` and on of the line's row."""
@@ -253,7 +253,8 @@ def append_kernel(
     row = tl.load(positions + batch).to(tl.int64)
     value = tl.load(new + batch * new_batch + group * new_group + col, col < D, 0.0)
     target = held + line * held_line + group * held_group + row * held_row + first
-    tl.store(target + col, value.to(held.dtype.element_ty), (col < D) & (line >= 0))
+    inside = (line >= 0) & (row < length)
+    tl.store(target + col, value.to(held.dtype.element_ty), (col < D) & inside)
 
 
 def append_step(
@@ -265,7 +266,7 @@ def append_step(
         new: `[B, G, D]`, columns contiguous.
         held: `[lines, G, L, >= first + D]`, written in place.
         lines: int64 `[B]`, -1 for padding.
-        positions: int64 `[B]`, below L.
+        positions: int64 `[B]`; rows at L and beyond are dropped.
         first: column that the row begins at.
 
     Raises:
@@ -276,7 +277,7 @@ def append_step(
     if not fits or new.stride(2) != 1 or held.stride(3) != 1:
         raise NumericError(f"rows {list(new.shape)} do not fit a cache of {list(held.shape)}")
     append_kernel[(batch, groups)](
-        new, held, lines, positions, new.stride(0), new.stride(1), *held.stride()[:3], first,
+        new, held, lines, positions, new.stride(0), new.stride(1), *held.stride()[:3], first, held.shape[2],
         depth, triton.next_power_of_2(depth), num_warps=1 if depth <= 256 else 4,
     )  # fmt: skip
 
@@ -285,6 +286,6 @@ def append_reference(
     new: Tensor, held: Tensor, lines: Tensor, positions: Tensor, first: int = 0
 ) -> None:
     """The torch twin of `append_step`."""
-    live = lines >= 0
+    live = (lines >= 0) & (positions < held.shape[2])
     rows = held[..., first : first + new.shape[2]]
     rows[lines[live], :, positions[live]] = new[live].to(held.dtype)

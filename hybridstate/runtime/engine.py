@@ -368,8 +368,8 @@ def _dynamic(loaded: LoadedModel, prefix: Prefix) -> Any:
 def _on_lines(engine: DecodeEngine, prefix: Prefix, slots: torch.Tensor, room: int) -> PooledStep:
     """The step of a batch whose prefix is copied into lines of its own."""
     loaded, device = engine.loaded, engine.loaded.device
-    # graph warm-up writes past the present position before it is undone
-    length = prefix.length + max(room, GRAPH_WARMUP + 1)
+    # steps that are undone (warm-up of a capture, a profiled replay) write past the present position
+    length = prefix.length + room + GRAPH_WARMUP + 1
     cache = LineCache(loaded, block_shapes(loaded, prefix.kv), prefix.batch, length)
     rows = torch.tensor(cache.alloc(prefix.batch), device=device)
     for block, (keys, values) in prefix.kv.items():

@@ -98,8 +98,8 @@ def test_lines_of_different_lengths_equal_the_twin(case: tuple[int, ...], part: 
 def test_a_token_is_appended_to_its_line(first: int) -> None:
     generator = torch.Generator().manual_seed(first)
     held = torch.randn((4, 2, 9, 24), generator=generator)
-    new = torch.randn((3, 2, 16), generator=generator)
-    lines, positions = torch.tensor([2, -1, 0]), torch.tensor([8, 3, 0])
+    new = torch.randn((4, 2, 16), generator=generator)
+    lines, positions = torch.tensor([2, -1, 0, 1]), torch.tensor([8, 3, 0, 9])
     expected = held.clone()
     append_reference(new, expected, lines, positions, first)
     append_step(new, held, lines, positions, first)
