@@ -8,7 +8,7 @@
 # qa_1 is left out. `python scripts/quality_tables.py quality-MODEL.json quality-MODEL-ruler.json FOLDER` makes tables
 # and figures.
 set -u
-results=$1 seconds=${2:-120} qa=${3:-}
+results=$1 seconds=${2:-110} qa=${3:-}
 mkdir -p "$results"
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 questions=()

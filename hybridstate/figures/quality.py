@@ -18,6 +18,11 @@ POLICIES = (
     ("nr", "+int8", "NR, INT8", COLOURS[5], "o:"),
     ("wr", "+int8", "WR, INT8", COLOURS[4], "^:"),
 )
+SINGLE = (
+    ("dense", "dense", COLOURS[6], "D"),
+    ("recompute", "recompute", COLOURS[3], "X"),
+    ("int8-checkpoint", "INT8", COLOURS[1], "P"),
+)
 KL_FLOOR = 1e-9
 """Divergences below it are drawn there: rounding of the softmax."""
 
@@ -189,55 +194,76 @@ def _against_time(
     timed: Mapping[Group, Result],
     cutoffs: Sequence[int],
 ) -> None:
-    """Mean accuracy against the median time to the first token of one request on an idle device."""
+    """Mean accuracy and KL against the median time to the first token of one request on an idle device."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
     groups = [group for group in timed if (group, "dense") in summary]
-    figure = new_figure(3.3 * len(groups) + 0.4, 3.3)
-    panels = figure.subplots(1, len(groups), squeeze=False)[0]
+    figure = new_figure(3.3 * len(groups) + 0.4, 5.4)
+    panels = figure.subplots(2, len(groups), squeeze=False, sharex="col")
     rows: list[tuple[object, ...]] = []
-    for axes, group in zip(panels, groups, strict=True):
+    for column, group in enumerate(groups):
         ttft = timed[group]
-        seconds = {name: found["median"] for name, found in ttft["seconds"].items()}
-        for name, label, colour, marker in (
-            ("dense", "dense", COLOURS[6], "D"),
-            ("recompute", "recompute", COLOURS[3], "X"),
-            ("int8-checkpoint", "INT8", COLOURS[1], "P"),
-        ):
-            if name in seconds and (group, name) in summary:
-                value = summary[group, name]["accuracy"]
-                axes.plot(1e3 * seconds[name], value, marker, color=colour, label=label)
-                rows.append((*group, name, digits(1e3 * seconds[name]), digits(value)))
-        for policy, kind, label, colour, style in POLICIES:
-            names = [f"{policy}-{w}{kind}" for w in cutoffs]
-            if not all(name in seconds and (group, name) in summary for name in names):
-                continue
-            times = [1e3 * seconds[name] for name in names]
-            values = [summary[group, name]["accuracy"] for name in names]
-            axes.plot(times, values, style, color=colour, markersize=4, linewidth=0.8, label=label)
-            if not kind:
-                for w, x, y in zip(cutoffs, times, values, strict=True):
-                    axes.annotate(
-                        str(w), (x, y), fontsize=6, xytext=(2, 3), textcoords="offset points"
-                    )
-            rows += [
-                (*group, name, digits(x), digits(y))
-                for name, x, y in zip(names, times, values, strict=True)
-            ]
-        axes.set_title(_label(group), fontsize=8)
-        axes.set_xlabel(
+        times = {name: 1e3 * found["median"] for name, found in ttft["seconds"].items()}
+        known = [name for name in times if (group, name) in summary]
+        for line, metric in enumerate(("accuracy", "kl_first")):
+            axes = panels[line][column]
+            values = {
+                name: max(float(summary[group, name][metric]), KL_FLOOR if line else 0.0)
+                for name in known
+            }
+            for name, label, colour, marker in SINGLE:
+                if name in values and (line == 0 or name != "dense"):
+                    axes.plot(times[name], values[name], marker, color=colour, label=label)
+            for policy, kind, label, colour, style in POLICIES:
+                names = [f"{policy}-{w}{kind}" for w in cutoffs]
+                if not all(name in values for name in names):
+                    continue
+                axes.plot(
+                    [times[name] for name in names],
+                    [values[name] for name in names],
+                    style,
+                    color=colour,
+                    markersize=4,
+                    linewidth=0.8,
+                    label=label,
+                )
+                if policy == "wr" and not kind:
+                    for w, name in zip(cutoffs, names, strict=True):
+                        place = (times[name], values[name])
+                        axes.annotate(
+                            str(w), place, fontsize=6, xytext=(0, 5), textcoords="offset points"
+                        )
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            axes.xaxis.set_minor_formatter(NullFormatter())
+            _tidy(axes)
+        panels[0][column].set_title(_label(group), fontsize=8)
+        panels[0][column].set_ylim(-0.03, 1.05)
+        panels[1][column].set_yscale("log")
+        panels[1][column].set_xlabel(
             f"time to the first token, ms ({ttft['prefix_tokens']:,} cached, {ttft['unseen_tokens']} unseen)",
             fontsize=7,
         )
-        axes.set_xscale("log")
-        axes.set_ylim(-0.03, 1.03)
-        _tidy(axes)
-    panels[0].set_ylabel("mean score of the tasks", fontsize=8)
+        rows += [
+            (
+                *group,
+                name,
+                digits(times[name]),
+                digits(summary[group, name]["accuracy"]),
+                digits(summary[group, name]["kl_first"]),
+            )
+            for name in known
+        ]
+    panels[0][0].set_ylabel("mean score of the tasks", fontsize=8)
+    panels[1][0].set_ylabel("KL to dense, first token, nats", fontsize=8)
     figure.suptitle(
-        f"{model}: answers against time of one request; numbers are $W_{{max}}$",
+        f"{model}: answers against time of one request; numbers beside WR are $W_{{max}}$",
         fontsize=10,
         x=0.01,
         ha="left",
     )
-    handles, labels = panels[0].get_legend_handles_labels()
+    handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(
         handles,
         labels,
@@ -246,7 +272,7 @@ def _against_time(
         frameon=False,
         ncols=2 * len(groups) + 1,
     )
-    header = ("suite", "boundary", "tokens", "arm", "ttft_ms", "score")
+    header = ("suite", "boundary", "tokens", "arm", "ttft_ms", "score", "kl_first")
     save_figure(figure, folder / "quality_ttft", header, rows)
 
 
