@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from hybridstate.families import LinearLayer, ModelSpec
+from hybridstate.kernels.dispatch import by_kernels
 from hybridstate.kernels.fusion import StepFusion
 from hybridstate.kernels.reference import recurrent_step
 from hybridstate.trajectories.cache import new_cache
@@ -108,7 +109,7 @@ class LinearStep:
             raise ValueError("another convolution")
         self._taps, self._bias = conv.weight[:, 0].contiguous(), conv.bias
         norm = part(names.norm)
-        found = replacement(norm)[1] if self._taps.is_cuda else None
+        found = replacement(norm)[1] if by_kernels(self._taps) else None
         self._norm: Callable[..., Tensor] = found or norm
         self._out = plain_weight(part(names.out))
         units = spec.decay_shape(layer)
@@ -136,7 +137,7 @@ class LinearStep:
 
         n, batch = self._layer, len(x)
         joined = linear(x, self._joined)
-        conv = norms.conv_step if x.is_cuda else norms.conv_reference
+        conv = norms.conv_step if by_kernels(x) else norms.conv_reference
         mixed = conv(joined[:, : self._channels], windows, self._taps, self._bias, slots)
         keys, all_keys = n.key_heads * n.key_dim, 2 * n.key_heads * n.key_dim
         q = mixed[:, :keys].unflatten(1, (n.key_heads, n.key_dim))
@@ -147,8 +148,6 @@ class LinearStep:
             decay = decay.unflatten(1, (n.value_heads, n.key_dim))
         o = advance(q, k, v, decay, joined[:, self._strength])
         gate = _chain(joined, *self._gate).unflatten(1, (n.value_heads, n.value_dim))
-        if not x.is_cuda:  # the module's own norm knows rows alone
-            o, gate = o.reshape(-1, n.value_dim), gate.reshape(-1, n.value_dim)
         return linear(self._norm(o, gate).reshape(batch, -1), self._out)
 
 
@@ -254,7 +253,7 @@ class ExpertStep:
         """`[T, D]` to `[T, D]`."""
         from hybridstate.kernels import experts, norms, router
 
-        gpu, inner = x.is_cuda, self._inner
+        gpu, inner = by_kernels(x), self._inner
         joined = linear(x, self._joined)
         product = norms.gated if gpu else norms.gated_reference
         hidden = product(joined[:, inner : 2 * inner], joined[:, :inner], "silu")

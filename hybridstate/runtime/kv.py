@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hybridstate.errors import NumericError, UsageError
+from hybridstate.kernels.dispatch import by_kernels
 from hybridstate.trajectories.graphs import is_latent
 from hybridstate.trajectories.model import LoadedModel
 
@@ -143,7 +144,7 @@ class LineCache:
         """One token `[B, G, 1, width]` of every line of the step, at its length."""
         from hybridstate.kernels import attention
 
-        put = attention.append_step if keys.is_cuda else attention.append_reference
+        put = attention.append_step if by_kernels(keys) else attention.append_reference
         held, at = self.keys[block], (self.step_lines, self.step_lengths)
         put(keys[:, :, 0], held, *at)
         if self.shapes[block].latent:
@@ -172,7 +173,7 @@ class LineCache:
         from hybridstate.kernels.attention import attention_reference, attention_step
 
         lengths = self.step_lengths + 1  # the new token sees itself
-        if query.is_cuda:
+        if by_kernels(query):
             return attention_step(
                 query, keys, values, None, scale, width, lines=self.step_lines, lengths=lengths
             )

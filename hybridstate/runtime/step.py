@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridstate.errors import NumericError
+from hybridstate.kernels.dispatch import by_kernels
 from hybridstate.runtime.fused import LinearStep, expert_step, linear_step
 from hybridstate.runtime.kv import LineCache, line_layer_class
 from hybridstate.trajectories.cache import forward, linear_layers, new_cache
@@ -64,7 +65,7 @@ class StepModules:
                 self.replaced["mixtures"] += 1
                 self._forwards.append((module, _mixture_forward(module.forward, mixture)))
                 inside.update(module.modules())
-        if loaded.device.type != "cuda":
+        if not by_kernels(next(loaded.model.parameters())):
             return
         for module in loaded.model.modules():
             kind, found = ("", None) if module in inside else replacement(module)
@@ -166,7 +167,7 @@ class PooledStep:
 
         if activation not in ("silu", "swish"):
             raise NumericError(f"no convolution in slots with {activation or 'no activation'}")
-        conv = norms.conv_step if x.is_cuda else norms.conv_reference
+        conv = norms.conv_step if by_kernels(x) else norms.conv_reference
         return conv(x[..., 0], windows, weight.contiguous(), bias, self.slots)[..., None]
 
 

@@ -7,10 +7,13 @@ import torch
 
 from hybridstate.bench.decode_check import errors, simulated_logits
 from hybridstate.errors import NumericError, UsageError
+from hybridstate.kernels import dispatch
+from hybridstate.runtime import fused
 from hybridstate.runtime.engine import DecodeEngine
 from hybridstate.runtime.kv import LineCache, block_shapes
 from hybridstate.runtime.restore import Prefix, capture
 from hybridstate.runtime.step import PooledStep
+from hybridstate.trajectories import launches
 from hybridstate.trajectories.cache import prefill
 from hybridstate.trajectories.dummy import dummy_model
 from hybridstate.trajectories.model import LoadedModel
@@ -52,6 +55,40 @@ def test_steps_on_lines_equal_the_model(loaded: LoadedModel, state: str) -> None
     dense = sum(hasattr(block.mlp, "gate_proj") for block in loaded.model.model.layers)
     assert engine.modules.replaced["linear"] == 3
     assert engine.modules.replaced["mixtures"] == 4 - dense
+    assert engine.modules.replaced["norms"] == 0
+
+
+@pytest.mark.slow
+def test_a_step_of_kernels_equals_the_model(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the interpreter: every module is tried on its kernels, then one step runs on them, one row padding."""
+    prefix, forced = prefix_of(loaded, 1, 9), draw(1, 1, seed=1)
+    monkeypatch.setattr(dispatch, "INTERPRETED", True)
+    engine = DecodeEngine(loaded, state="fp32", slots=2, backend="triton")
+    slots, rows, lengths = torch.tensor([1, -1]), torch.tensor([0, -1]), torch.tensor([9, 0])
+    engine.pool.write(slots[:1], prefix.states, prefix.conv)
+    lines = LineCache(loaded, block_shapes(loaded, prefix.kv), 1, 12)
+    for block, (keys, values) in prefix.kv.items():
+        lines.write(block, rows[:1], 0, keys, values)
+    found = PooledStep(engine, lines, slots, rows, lengths)(torch.tensor([[int(forced[0])], [7]]))
+    assert engine.modules.replaced["norms"] > 8
+    assert engine.modules.replaced["linear"] == 3
+    expected = simulated_logits(loaded, None, prefix, forced)
+    assert_within(found[None, :1], expected, "replay-logits-f32")
+
+
+def test_modules_pass_their_trials_on_kernels(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "INTERPRETED", True)
+    monkeypatch.setattr(fused, "_ROWS", 2)
+    monkeypatch.setattr(launches, "_TRIAL", 1e-5)
+    layer = loaded.spec.layers[0]
+    block = loaded.model.model.layers[layer.index]
+    module = getattr(block, loaded.spec.family.runtime.attribute)
+    assert fused.linear_step(loaded, module, layer) is not None
+    assert fused.expert_step(loaded.model.model.layers[1].mlp) is not None
 
 
 def test_lengths_differ_and_padding_touches_nothing(loaded: LoadedModel) -> None:
