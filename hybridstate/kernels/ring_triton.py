@@ -122,6 +122,8 @@ def ring_kernel(
                 tl.store(out + b * out_batch + h * V + cols, zero, (lane < GROUP) & (cols < V))
         return
     count = tl.load(phases + slot * H + h)
+    if (count == 0) & FLUSH:  # nothing to fold, and requantising would not give every bit back
+        return
     p_scale = (pool + slot * slot_bytes + h * HEAD_BYTES).to(tl.pointer_type(tl.float32))
     p_hi = (p_scale + KLO * G).to(tl.pointer_type(tl.float16))
     p_lo = (p_hi + KHI * V).to(tl.pointer_type(tl.int8))

@@ -179,7 +179,7 @@ def check(
 
     Returns:
         Largest relative RMS errors: `output` of any step, `state` after any rewrite and `storage`, what storing
-        the exact states gives; `problem`, what is wrong, or None.
+        the exact states gives; `problems`, what is wrong in order, and `problem`, the first of them or None.
     """
     generator = torch.Generator().manual_seed(seed)
     K, V = layout.key_dim, layout.value_dim
@@ -202,7 +202,7 @@ def check(
     live = slots >= 0
     rows = slots[live]
     worst = {"output": 0.0, "state": 0.0, "storage": 0.0, "entry": 0.0}
-    problem = None
+    problems = []
     for turn in range(steps + 1):
         before, held = pool.cpu(), _on_cpu(ring)
         wanted_pool, wanted = before.clone(), _on_cpu(ring)
@@ -232,7 +232,7 @@ def check(
             found = out.cpu().double()
             worst["output"] = max(worst["output"], _relative(found[live], expected[live]))
             if bool((found[~live] != 0).any()):
-                problem = "a padding row is not zero"
+                problems.append(f"a padding row is not zero at step {turn}")
             qd, kd, gd, betad = fusion.derive(qd, kd, gd, betad)
             stored = vd[live] / (1.0 if scale is None else scale.double())
             _, entry, sums = ring_reference.ring_read(
@@ -242,27 +242,28 @@ def check(
             moved = held.phases[rows] >= every - 1
         after = pool.cpu()
         if not torch.equal(ring.phases.cpu(), wanted.phases):
-            problem = f"phases differ after step {turn}"
+            problems.append(f"phases differ after step {turn}")
         still = torch.ones(after.shape[:2], dtype=torch.bool)
         still[rows] = ~moved
         if not torch.equal(after[still], before[still]):
-            problem = f"a state was written out of turn at step {turn}"
+            problems.append(f"a state was written out of turn at step {turn}")
         if bool(moved.any()):
             error = _relative(layout.unpack(after[rows][moved]).double(), exact[moved])
             least = _relative(layout.unpack(layout.pack(exact[moved])).double(), exact[moved])
             worst["state"] = max(worst["state"], error)
             worst["storage"] = max(worst["storage"], least)
             if not error < least * STATE_MARGIN + 1e-6:
-                problem = f"state error {error:.2e} at step {turn}, storage alone gives {least:.2e}"
+                problems.append(
+                    f"state error {error:.2e} at step {turn}, storage alone gives {least:.2e}"
+                )
         found_ring = _on_cpu(ring)
         for name in ("keys", "values", "gates"):
             mine, theirs = getattr(found_ring, name), getattr(wanted, name)
             worst["entry"] = max(worst["entry"], _relative(mine.double(), theirs.double()))
-    if problem is None and not worst["output"] < OUTPUT_ERROR:
-        problem = f"output error {worst['output']:.1e}, at most {OUTPUT_ERROR:.0e}"
-    if problem is None and not worst["entry"] < OUTPUT_ERROR:
-        problem = f"ring error {worst['entry']:.1e}, at most {OUTPUT_ERROR:.0e}"
-    return {**worst, "problem": problem}
+    for name, part in (("output", "output"), ("ring", "entry")):
+        if not worst[part] < OUTPUT_ERROR:
+            problems.append(f"{name} error {worst[part]:.1e}, at most {OUTPUT_ERROR:.0e}")
+    return {**worst, "problem": problems[0] if problems else None, "problems": problems}
 
 
 def _relative(found: Tensor, expected: Tensor) -> float:

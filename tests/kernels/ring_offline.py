@@ -25,8 +25,11 @@ def fits(label: str, source: Any, kernel: Any, constants: dict[str, Any]) -> boo
     return found["stack"] == found["local"] == 0
 
 
-def main(lengths: tuple[int, ...] = LENGTHS) -> int:
-    """Both gates at the published dimensions: by phase, append, rewrite, flush; the plain kernel at L = 8."""
+def main(lengths: tuple[int, ...] = LENGTHS, *, every_mode: bool = True) -> int:
+    """Both gates at the published dimensions: by phase, append, rewrite, flush; the plain kernel at L = 8.
+
+    Without `every_mode` only what the product launches: by phase, with gates given and fused, and flush.
+    """
     fine = []
     POINTERS.update({"ring_keys": "*fp16", "ring_values": "*fp16", "phases": "*i32"})
     for kda in (False, True):
@@ -35,22 +38,30 @@ def main(lengths: tuple[int, ...] = LENGTHS) -> int:
         name = "kda" if kda else "gdn"
         for every in lengths:
             flush = heads | {"HIGH": 1, "EVERY": every}
-            for mode, number in gluon_ring.MODES.items():
-                constants = flush | GIVEN | {"MODE": number, "SPAN": every} | MATRIX
-                label = f"gluon {name} L={every} {mode}"
+            by_phase = flush | {"MODE": 0, "SPAN": every}
+            variants = {
+                "phase": by_phase | GIVEN | MATRIX,
+                "phase, gates fused": by_phase | FUSED | MATRIX,
+            }
+            if every_mode:
+                early = {"OVERLAP": 2, "EARLY": True}
+                variants |= {
+                    "append": by_phase | GIVEN | MATRIX | {"MODE": 1},
+                    "rewrite": by_phase | GIVEN | MATRIX | {"MODE": 2},
+                    "phase, early, overlapped": by_phase | GIVEN | early,
+                }
+            for label, constants in variants.items():
+                label = f"gluon {name} L={every} {label}"
                 fine.append(fits(label, GluonASTSource, gluon_ring.ring_kernel, constants))
             label = f"gluon {name} L={every} flush"
             fine.append(fits(label, GluonASTSource, gluon_ring.flush_kernel, flush))
-            constants = flush | GIVEN | {"MODE": 0, "SPAN": every, "OVERLAP": 2, "EARLY": True}
-            label = f"gluon {name} L={every} phase, early, overlapped"
-            fine.append(fits(label, GluonASTSource, gluon_ring.ring_kernel, constants))
-            constants = flush | FUSED | {"MODE": 0, "SPAN": every} | MATRIX
-            label = f"gluon {name} L={every} phase, gates fused"
-            fine.append(fits(label, GluonASTSource, gluon_ring.ring_kernel, constants))
-        plain = heads | PLAIN | GIVEN | {"EVERY": 8, "EP": 8, "FLUSH": False}
-        fits(f"triton {name} L=8", ASTSource, ring_triton.ring_kernel, plain)  # may spill
+        if every_mode:
+            plain = heads | PLAIN | GIVEN | {"EVERY": 8, "EP": 8, "FLUSH": False}
+            fits(f"triton {name} L=8", ASTSource, ring_triton.ring_kernel, plain)  # may spill
     return 0 if all(fine) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(tuple(int(x) for x in sys.argv[1:]) or LENGTHS))
+    chosen = [x for x in sys.argv[1:] if x != "--product"]
+    product = "--product" in sys.argv[1:]
+    sys.exit(main(tuple(int(x) for x in chosen) or LENGTHS, every_mode=not product))
