@@ -172,33 +172,34 @@ def ring_kernel(
         target = target * _reciprocal(c)
     else:
         c = 1.0
-    if MODE == 2:
-        _finish(
-            p_out, p_keys, p_values, p_gates, p_phase, count, k_row, g_row, total, flat,
-            p_halves, p_codes, p_scales, halves, codes, scales, vectors, decays, decay,
-            k_ring, q_ring, k_norm, q_norm, kq, strength, target, c,
-            h % (H // HK) == 0, HIGH, KDA, SCALED, ROOM, EARLY, True,
-        )  # fmt: skip
-    elif MODE == 1:
+    # The rewrite comes last: its shared memory then takes the place of `vectors`, which it no longer reads.
+    if MODE == 1:
         _finish(
             p_out, p_keys, p_values, p_gates, p_phase, count, k_row, g_row, total, flat,
             p_halves, p_codes, p_scales, halves, codes, scales, vectors, decays, decay,
             k_ring, q_ring, k_norm, q_norm, kq, strength, target, c,
             h % (H // HK) == 0, HIGH, KDA, SCALED, ROOM, EARLY, False,
         )  # fmt: skip
-    elif count >= ROOM:
+    elif MODE == 2:
         _finish(
             p_out, p_keys, p_values, p_gates, p_phase, count, k_row, g_row, total, flat,
             p_halves, p_codes, p_scales, halves, codes, scales, vectors, decays, decay,
             k_ring, q_ring, k_norm, q_norm, kq, strength, target, c,
             h % (H // HK) == 0, HIGH, KDA, SCALED, ROOM, EARLY, True,
+        )  # fmt: skip
+    elif count < ROOM:
+        _finish(
+            p_out, p_keys, p_values, p_gates, p_phase, count, k_row, g_row, total, flat,
+            p_halves, p_codes, p_scales, halves, codes, scales, vectors, decays, decay,
+            k_ring, q_ring, k_norm, q_norm, kq, strength, target, c,
+            h % (H // HK) == 0, HIGH, KDA, SCALED, ROOM, EARLY, False,
         )  # fmt: skip
     else:
         _finish(
             p_out, p_keys, p_values, p_gates, p_phase, count, k_row, g_row, total, flat,
             p_halves, p_codes, p_scales, halves, codes, scales, vectors, decays, decay,
             k_ring, q_ring, k_norm, q_norm, kq, strength, target, c,
-            h % (H // HK) == 0, HIGH, KDA, SCALED, ROOM, EARLY, False,
+            h % (H // HK) == 0, HIGH, KDA, SCALED, ROOM, EARLY, True,
         )  # fmt: skip
 
 
@@ -222,7 +223,9 @@ def _finish(
         else:
             g = g_row
         if EARLY:
-            left, right = _fold_operands(p_keys, p_values, p_gates, count, present, g, KDA, True)
+            left, right, rests = _fold_operands(
+                p_keys, p_values, p_gates, count, present, g, HIGH, KDA, True
+            )
     async_copy.wait_group(0)
     _barrier()
     if HIGH < 8:
@@ -242,10 +245,12 @@ def _finish(
     gl.store(p_out + columns, _to_row(o, W).to(p_out.dtype.element_ty))
     if REWRITE:
         if not EARLY:
-            left, right = _fold_operands(p_keys, p_values, p_gates, count, present, g, KDA, True)
+            left, right, rests = _fold_operands(
+                p_keys, p_values, p_gates, count, present, g, HIGH, KDA, True
+            )
         left = _with_present(left, delta, count)
         _rewrite(
-            p_halves, p_codes, p_scales, halves, codes, scales, decays, decay, left, right,
+            p_halves, p_codes, p_scales, halves, codes, scales, decays, decay, left, right, rests,
             _group_poison(delta), HIGH, KDA,
         )  # fmt: skip
         gl.store(p_phase, 0)
@@ -305,12 +310,16 @@ def flush_kernel(
         _fades, total = _gates(p_gates, held, count, zero, columns, KDA, False)
         _view(decays, gl.float32, [8, 16], SHARED2).store(gl.reshape(_exp(total), [8, 16]))
         decay = 1.0
-        left, right = _fold_operands(p_keys, p_values, p_gates, count, zero, zero, KDA, False)
+        left, right, rests = _fold_operands(
+            p_keys, p_values, p_gates, count, zero, zero, HIGH, KDA, False
+        )
     else:
         p_gates = ring_gates + (slot * H + h) * EVERY
         _fades, total = _gates(p_gates, held, count, 0.0, columns, KDA, False)
         decay = _exp(total)
-        left, right = _fold_operands(p_keys, p_values, p_gates, count, zero, 0.0, KDA, False)
+        left, right, rests = _fold_operands(
+            p_keys, p_values, p_gates, count, zero, 0.0, HIGH, KDA, False
+        )
     async_copy.wait_group(0)
     _barrier()
     _rewrite(
@@ -324,6 +333,7 @@ def flush_kernel(
         decay,
         left,
         right,
+        rests,
         _fold_poison(left, right),
         HIGH,
         KDA,

@@ -121,9 +121,13 @@ def _gates(p_gates, held, count, g, columns, KDA: gl.constexpr, WHOLE: gl.conste
 
 @gluon.jit
 def _fold_operands(
-    p_keys, p_values, p_gates, count, key, g, KDA: gl.constexpr, FRESH: gl.constexpr
-):
+    p_keys, p_values, p_gates, count, key, g, HIGH: gl.constexpr, KDA: gl.constexpr,
+    FRESH: gl.constexpr,
+):  # fmt: skip
     """Left operand [value column, entry] and, in shared memory, [chunk, channel, entry] of the ring's product.
+
+    The third result holds, for each chunk of float16 rows, what rounding the faded keys to float16 left over: as much
+    as storage takes from those rows, and a hundredth of what it takes from INT8 rows.
 
     With FRESH entry `count` is the present one: its key is `key`, its value comes later (`_with_present`). Without
     it `g` is zero.
@@ -143,12 +147,24 @@ def _fold_operands(
     left = gl.reshape(values.to(gl.float16), [16, 8, 16])  # entry, r, i
     left = gl.reshape(gl.permute(left, [2, 1, 0]), [128, 16])
     left = gl.convert_layout(left, LEFT)
-    # channel 4 j + 2 hh + e stands at column 8 hh + 2 j + e of the product, as codes do
-    split = gl.permute(gl.reshape(keys.to(gl.float16), [16, 8, 4, 2, 2]), [1, 3, 2, 4, 0])
     right = gl.allocate_shared_memory(gl.float16, [8, 16, 16], SHARED2)
+    rounded = keys.to(gl.float16)
+    rests = ()
+    if HIGH > 0:
+        _store_chunks(right, (keys - rounded.to(gl.float32)).to(gl.float16))
+        for c in gl.static_range(HIGH):
+            rests = rests + (right.index(c).permute((1, 0)).load(RIGHT),)  # noqa: RUF005 (compiled)
+        _barrier()
+    _store_chunks(right, rounded)
+    return left, right, rests
+
+
+@gluon.jit
+def _store_chunks(right, keys):
+    """[entry, channel] to [chunk, channel, entry]; channel 4 j + 2 hh + e stands at 8 hh + 2 j + e, as codes do."""
+    split = gl.permute(gl.reshape(keys, [16, 8, 4, 2, 2]), [1, 3, 2, 4, 0])
     _view(right, gl.float16, [8, 16, 16], SHARED3).store(gl.reshape(split, [8, 16, 16]))
     _barrier()
-    return left, right
 
 
 @gluon.jit
@@ -185,8 +201,31 @@ def _fold_poison(left, right):
 
 
 @gluon.jit
+def _rewrite_halves(
+    p_halves, halves, decays, decay, left, right, rests, HIGH: gl.constexpr, KDA: gl.constexpr
+):
+    """The float16 rows of `_rewrite`; `rests` completes `right` there, see `_fold_operands`."""
+    zero = gl.zeros([128, 16], gl.float32, layout=MMA)
+    offsets = _vector_offsets(0, W, W, 8)
+    for c in gl.static_range(HIGH):
+        split = gl.reshape(halves.index(c).load(HALF_VECTORS), [8, 4, 2, 4, 2, 4])
+        old = gl.reshape(gl.permute(split, [0, 4, 1, 2, 3, 5]), [16, 4, 2, 16])
+        old = gl.convert_layout(old, TILE, assert_trivial=True).to(gl.float32)
+        write = mma_v2(left, rests[c], zero)
+        write = _tile_of(mma_v2(left, right.index(c).permute((1, 0)).load(RIGHT), write))
+        if KDA:
+            new = old * _to_tile(decays.index(c).load(CHANNEL)) + write
+        else:
+            new = old * decay + write
+        split = gl.permute(gl.reshape(_float16(new), [8, 2, 4, 2, 4, 4]), [0, 2, 3, 4, 1, 5])
+        new = gl.reshape(split, [8, 32, 8])
+        new = gl.convert_layout(new, HALF_VECTORS, assert_trivial=True)
+        gl.store(p_halves + c * 2048 + offsets, new)
+
+
+@gluon.jit
 def _rewrite(
-    p_halves, p_codes, p_scales, halves, codes, scales, decays, decay, left, right, poison,
+    p_halves, p_codes, p_scales, halves, codes, scales, decays, decay, left, right, rests, poison,
     HIGH: gl.constexpr, KDA: gl.constexpr,
 ):  # fmt: skip
     """S <- decay S + left right, float16 rows stored as they are, INT8 rows with fresh scales.
@@ -196,20 +235,7 @@ def _rewrite(
     LOW: gl.constexpr = 8 - HIGH
     zero = gl.zeros([128, 16], gl.float32, layout=MMA)
     if HIGH > 0:
-        offsets = _vector_offsets(0, W, W, 8)
-        for c in range(HIGH):
-            split = gl.reshape(halves.index(c).load(HALF_VECTORS), [8, 4, 2, 4, 2, 4])
-            old = gl.reshape(gl.permute(split, [0, 4, 1, 2, 3, 5]), [16, 4, 2, 16])
-            old = gl.convert_layout(old, TILE, assert_trivial=True).to(gl.float32)
-            write = _tile_of(mma_v2(left, right.index(c).permute((1, 0)).load(RIGHT), zero))
-            if KDA:
-                new = old * _to_tile(decays.index(c).load(CHANNEL)) + write
-            else:
-                new = old * decay + write
-            split = gl.permute(gl.reshape(_float16(new), [8, 2, 4, 2, 4, 4]), [0, 2, 3, 4, 1, 5])
-            new = gl.reshape(split, [8, 32, 8])
-            new = gl.convert_layout(new, HALF_VECTORS, assert_trivial=True)
-            gl.store(p_halves + c * 2048 + offsets, new)
+        _rewrite_halves(p_halves, halves, decays, decay, left, right, rests, HIGH, KDA)
     if LOW > 0:
         offsets = _vector_offsets(0, W, W, 16)
         row = gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT))
