@@ -11,7 +11,7 @@ import tables
 Result = Mapping[str, Any]
 Group = tuple[str, str, int]
 
-SUITES = {"own": "the model's own tasks", "ruler": "RULER's formats"}
+SUITES = {"own": "the embedded models' tasks", "ruler": "RULER's formats"}
 BOUNDARIES = {
     "prompt": "cached up to one token before the prompt's end",
     "question": "cached up to 64 tokens of prose before the question",
@@ -92,9 +92,9 @@ def untrained(result: Result, *, below: float = 0.1) -> str:
     for row in result["summary"]:
         if row["arm"] == "dense" and row["suite"] == "ruler" and row["accuracy"] < below:
             return (
-                f"`{result['model']}` was not trained on RULER's formats and answers "
-                f"{tables.percent(row['accuracy'])} of them with a dense cache, so accuracy cannot show a loss "
-                "there: read the KL and its own tasks."
+                f"With a dense cache `{result['model']}` answers {tables.percent(row['accuracy'])} in RULER's formats: "
+                "it does not know them, so accuracy cannot show a loss there. KL can, and so can the share of equal "
+                "replies in the recorded file."
             )
     return ""
 

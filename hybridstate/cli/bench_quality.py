@@ -23,7 +23,7 @@ from hybridstate.cli.options import (
 from hybridstate.cli.output import Output, command
 
 UNTRAINED = 0.1
-"""Below this share of RULER's answers a dense model cannot show what a compressed one loses."""
+"""Below this share of right answers a dense model cannot show what a compressed one loses."""
 
 
 def quality(
@@ -54,7 +54,7 @@ def quality(
         typer.Option(
             "--tasks",
             metavar="TASK",
-            help="own, ruler, or a task's name; repeatable. [default: own, ruler]",
+            help="own (the embedded models' tasks), ruler, or a task's name; repeatable. [default: own, ruler]",
             show_default=False,
         ),
     ] = None,
@@ -352,16 +352,11 @@ def _notes(out: Output, result: Mapping[str, Any]) -> None:
             f"{found['arm']} on prefixes of {found['prefix_tokens']} tokens, all replayed: states within "
             f"{found['state_error']:.1e} of recomputation, {found['same_reply_as_recompute']:.0%} of the replies equal"
         )
-    dense = [
-        entry
-        for entry in result["summary"]
-        if entry["arm"] == "dense" and entry["suite"] == "ruler"
-    ]
-    for entry in dense:
-        if entry["accuracy"] < UNTRAINED:
+    for entry in result["summary"]:
+        if entry["arm"] == "dense" and entry["accuracy"] < UNTRAINED:
             out.note(
-                f"the dense model answers {entry['accuracy']:.1%} of RULER at {entry['tokens']:,} tokens: it was not "
-                "trained on these formats, so their accuracy cannot show a loss; read its own tasks, `as dense` and KL"
+                f"the dense model answers {entry['accuracy']:.1%} of the {entry['suite']} tasks at {entry['tokens']:,} "
+                "tokens: it does not know their form, so accuracy cannot show a loss; read `as dense` and KL"
             )
     for entry in result["refused"]:
         why = next(iter(entry["arms"].values()))
