@@ -1,6 +1,6 @@
 """`bench decode --dummy`: a step of a full-size model with SYNTHETIC weights, timed per format, batch and component.
 
-Before a run is timed its blocks are checked against the plain model at its own batch size (`layer_check`), and the
+Before a run is timed its modules are checked against the plain model at its own batch size (`layer_check`), and the
 captured step against the eager one. Beside the time stand the bytes that the step cannot avoid, at the bandwidth of an
 in-place pass on the same device, and the update alone on the run's own pool.
 """

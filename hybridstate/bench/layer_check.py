@@ -1,8 +1,9 @@
-"""The check of a full-size model with random weights: block by block, on the inputs of the plain model.
+"""The check of a full-size model with random weights: module by module, on the inputs of the plain model.
 
 Through tens of random blocks and their routers a rounding grows until logits say little. So the plain model runs first,
-its states rounded to the format after every token; then every block of the engine's step is given the plain block's
-input and has to produce its output, and the pool the plain states. A captured step has to repeat the eager one.
+its states rounded to the format after every token; then every mixer and feed-forward of the engine's step is given the
+input of the plain one and has to produce its output, and the pool the plain states. What a module adds can be small
+beside what it is added to, so outputs are compared before the addition. A captured step has to repeat the eager one.
 """
 
 from collections.abc import Iterator
@@ -22,9 +23,9 @@ from hybridstate.trajectories.cache import decode, recurrent_states
 from hybridstate.trajectories.model import LoadedModel, swap
 
 ROW_ERROR: Final = 5e-2
-"""Relative error that a row of a block's contribution may have in 16 bits."""
+"""Relative error that a row of a module's output may have in 16 bits."""
 MEDIAN_ERROR: Final = 2e-2
-"""The same of the median row of the worst block."""
+"""The same of the median row of the worst module."""
 RIGHT_ROWS: Final = 0.8
 """Share of rows within `ROW_ERROR`: a near tie between two experts may go either way, a defect hits every row."""
 STATE_ERROR: Final = 3e-2
@@ -35,7 +36,7 @@ GRAPH_ERROR: Final = 2e-2
 
 @dataclass(slots=True)
 class Trace:
-    """Inputs and outputs of every block `[R, D]` per token, logits per token, and the last states on the host."""
+    """Inputs and outputs of every module `[R, D]` per token, logits per token, and the last states on the host."""
 
     inputs: list[list[Tensor]] = field(default_factory=list)
     outputs: list[list[Tensor]] = field(default_factory=list)
@@ -74,10 +75,10 @@ def plain_trace(engine: DecodeEngine, prefix: Prefix, forced: Tensor) -> Trace:
 
 @torch.no_grad()
 def check_blocks(run: DecodeRun, plain: Trace, forced: Tensor) -> dict[str, Any]:
-    """Step an eager run over the forced tokens `[B, T]`, its first rows on the plain blocks' inputs.
+    """Step an eager run over the forced tokens `[B, T]`, its first rows on the plain modules' inputs.
 
     Raises:
-        NumericError: a block, a state or the output layer differs by more than rounding.
+        NumericError: a module, a state or the output layer differs by more than rounding.
     """
     engine, found = run.engine, Trace()
     rows = min(len(forced), len(plain.logits[0]))
@@ -88,14 +89,11 @@ def check_blocks(run: DecodeRun, plain: Trace, forced: Tensor) -> dict[str, Any]
     errors = torch.stack(
         [
             torch.stack(
-                [
-                    _row_errors(o[:rows] - x[:rows], p[:rows] - q[:rows])
-                    for x, o, q, p in zip(*blocks, strict=True)
-                ]
+                [_row_errors(a[:rows], b[:rows]) for a, b in zip(mine, theirs, strict=True)]
             )
-            for blocks in zip(found.inputs, found.outputs, plain.inputs, plain.outputs, strict=True)
+            for mine, theirs in zip(found.outputs, plain.outputs, strict=True)
         ]
-    )  # [T, blocks, rows]
+    )  # [T, modules, rows]
     states, _ = engine.pool.read(run.slots[:rows])
     state_error = max(
         float((a - b[:rows].to(a.device)).norm() / b[:rows].norm().clamp_min(1e-30))
@@ -107,8 +105,9 @@ def check_blocks(run: DecodeRun, plain: Trace, forced: Tensor) -> dict[str, Any]
     result: dict[str, Any] = {
         "rows": rows,
         "tokens": int(forced.shape[1]),
-        "block_error_median_worst": float(errors.median(-1).values.max()),
-        "block_rows_within": float((errors <= ROW_ERROR).double().mean()),
+        "modules": errors.shape[1],
+        "module_error_median_worst": float(errors.median(-1).values.max()),
+        "module_rows_within": float((errors <= ROW_ERROR).double().mean()),
         "state_error_worst": state_error,
         "logit_error_median": float(logit_rows.median()),
         "limits": {
@@ -119,16 +118,19 @@ def check_blocks(run: DecodeRun, plain: Trace, forced: Tensor) -> dict[str, Any]
         },
     }
     if not (
-        result["block_error_median_worst"] <= MEDIAN_ERROR
-        and result["block_rows_within"] >= RIGHT_ROWS
+        result["module_error_median_worst"] <= MEDIAN_ERROR
+        and result["module_rows_within"] >= RIGHT_ROWS
         and state_error <= STATE_ERROR
         and result["logit_error_median"] <= ROW_ERROR
     ):
-        worst = int(errors.median(-1).values.amax(0).argmax())
+        medians = errors.median(-1).values.amax(0)
+        names = [name for name, _ in checked_modules(engine.loaded)]
+        worst = ", ".join(
+            f"{names[n]} {float(medians[n]):.1e}" for n in medians.argsort().flip(0)[:4]
+        )
         raise NumericError(
-            f"{engine.state} on {engine.backend}, batch {len(forced)}: block {worst} or its state is "
-            f"{result['block_error_median_worst']:.1e} / {state_error:.1e} from the plain model, "
-            f"{100 * result['block_rows_within']:.0f} % of rows within {ROW_ERROR:.0e}, logits "
+            f"{engine.state} on {engine.backend}, batch {len(forced)}: from the plain model are {worst}; states "
+            f"{state_error:.1e}, {100 * result['module_rows_within']:.0f} % of rows within {ROW_ERROR:.0e}, logits "
             f"{result['logit_error_median']:.1e}; nothing is reported",
             hint="this is a defect of a kernel or the engine",
             state=engine.state,
@@ -157,16 +159,20 @@ def _row_errors(found: Tensor, expected: Tensor) -> Tensor:
     return error.nan_to_num(torch.inf, torch.inf).cpu()
 
 
-def decoder_blocks(loaded: LoadedModel) -> list[Any]:
-    """The decoder layers in order."""
-    decoder = loaded.model.get_decoder()
-    return list(decoder.layers)
+def checked_modules(loaded: LoadedModel) -> list[tuple[str, Any]]:
+    """Mixers and feed-forwards in order, with their names: what a decoder layer holds beside its norms."""
+    return [
+        (f"layers.{index}.{name}", child)
+        for index, block in enumerate(loaded.model.get_decoder().layers)
+        for name, child in block.named_children()
+        if "norm" not in name
+    ]
 
 
 @contextmanager
 def _watched(loaded: LoadedModel, trace: Trace, given: list[Tensor] | None) -> Iterator[None]:
-    """Record inputs and outputs of every block `[B, D]`; the first rows of inputs are replaced by `given`."""
-    blocks = decoder_blocks(loaded)
+    """Record inputs and outputs of every module `[B, D]`; the first rows of inputs are replaced by `given`."""
+    modules = [module for _, module in checked_modules(loaded)]
     inputs: list[Tensor] = []
     outputs: list[Tensor] = []
 
@@ -181,8 +187,8 @@ def _watched(loaded: LoadedModel, trace: Trace, given: list[Tensor] | None) -> I
     def after(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
         outputs.append((output[0] if isinstance(output, tuple) else output)[:, 0])
 
-    handles = [block.register_forward_pre_hook(before, with_kwargs=True) for block in blocks]
-    handles += [block.register_forward_hook(after, with_kwargs=True) for block in blocks]
+    handles = [module.register_forward_pre_hook(before, with_kwargs=True) for module in modules]
+    handles += [module.register_forward_hook(after, with_kwargs=True) for module in modules]
     try:
         yield
     finally:

@@ -178,8 +178,8 @@ def _synthetic_tables(out: Output, result: dict[str, Any]) -> None:
         note="SYNTHETIC weights; alone: layers x (FP32 - DAMP) of the update by itself; the paper measured the trained "
         "model at batch 256 on another server; update's share: of the FP32 step",
     )
-    worst = max((row["check"]["block_error_median_worst"] for row in result["rows"]), default=0.0)
+    worst = max((row["check"]["module_error_median_worst"] for row in result["rows"]), default=0.0)
     out.text(
-        f"check: every block within {worst:.1e} of the plain model on its inputs (median row), states too; "
+        f"check: mixers and feed-forwards within {worst:.1e} of the plain model on its inputs (median row); "
         f"{result['replaced_modules']}"
     )

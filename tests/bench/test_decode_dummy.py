@@ -47,7 +47,7 @@ def test_rows_are_checked_timed_and_labelled(loaded: LoadedModel) -> None:
         (3, "fp32"), (3, "damp"), (1, "fp32"), (1, "damp")
     ]  # fmt: skip
     for row in seen:
-        assert row["check"]["block_error_median_worst"] < 1e-4
+        assert row["check"]["module_error_median_worst"] < 1e-4
         assert row["check"]["rows"] == row["batch"]
         assert row["isolated_update"]["layers"] == len(loaded.spec.layers)
         assert row["components"] is None
@@ -106,7 +106,7 @@ def test_wrong_gate_is_refused(loaded: LoadedModel, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(DecodeEngine, "update", damaged)
     monkeypatch.setattr(fused, "_linear_trial", lambda *_: True)
-    with pytest.raises(NumericError, match="from the plain model"):
+    with pytest.raises(NumericError, match="from the plain model are layers"):
         decode_dummy.run_dummy_decode(loaded, OPTIONS, heldout_text())
 
 
