@@ -25,6 +25,8 @@ from hybridstate.runtime.engine import DecodeEngine, DecodeRun
 from hybridstate.runtime.orders import stored_orders
 from hybridstate.runtime.pool import STATE_FORMATS
 from hybridstate.runtime.restore import Prefix
+from hybridstate.runtime.step import StepModules
+from hybridstate.trajectories.graphs import uses_fixed
 from hybridstate.trajectories.model import LoadedModel
 
 CHECK_TOKENS: Final = 16
@@ -116,12 +118,13 @@ def run_decode(
     report: Progress = progress or (lambda _stage, _done, _total: None)
     tokens = windows(loaded, prose, options, max((*options.batches, CHECK_SEQUENCES)))
     checks = []
+    modules = StepModules(loaded) if uses_fixed(loaded) else None
     first = tokens[:CHECK_SEQUENCES]
     prefix = cached_prefix(loaded, first[:, : options.input_tokens], rows=PREFILL_ROWS)
     forced = first[:, options.input_tokens :]
     asked = None if options.graph else "not asked for"
     for number, state in enumerate(options.states):
-        engine = _engine(loaded, state, CHECK_SEQUENCES, plan, options)
+        engine = _engine(loaded, state, CHECK_SEQUENCES, plan, options, modules)
         checks.append(check_state(engine, prefix, forced, eager_because=asked))
         report("checks", number + 1, len(options.states))
     rows, total = [], len(options.batches) * len(options.states)
@@ -129,7 +132,7 @@ def run_decode(
         prefix = cached_prefix(loaded, tokens[:batch, : options.input_tokens], rows=PREFILL_ROWS)
         forced = tokens[:batch, options.input_tokens :][:, :TIMED_CHECK_TOKENS]
         for check in checks:
-            engine = _engine(loaded, check["state"], batch, plan, options)
+            engine = _engine(loaded, check["state"], batch, plan, options, modules)
             rows.append(_timed(engine, prefix, forced, options, check["eager_because"]))
             report("decoding", len(rows), total)
     return Decoded(
@@ -155,10 +158,17 @@ def run_decode(
 
 
 def _engine(
-    loaded: LoadedModel, state: str, slots: int, plan: Plan | None, options: Options
+    loaded: LoadedModel,
+    state: str,
+    slots: int,
+    plan: Plan | None,
+    options: Options,
+    modules: StepModules | None,
 ) -> DecodeEngine:
     planned = plan if state == "damp" else None
-    return DecodeEngine(loaded, state=state, slots=slots, plan=planned, k_hi=options.k_hi)
+    return DecodeEngine(
+        loaded, state=state, slots=slots, plan=planned, k_hi=options.k_hi, modules=modules
+    )
 
 
 def _ran(loaded: LoadedModel, plan: Plan | None) -> str:

@@ -314,9 +314,31 @@ def join_projections(modules: Sequence[Any]) -> tuple[Tensor, list[int]]:
     at = [0]
     for weight in weights:
         at.append(at[-1] + len(weight))
-    joined = weights[0].new_zeros((-(-at[-1] // ALIGNED) * ALIGNED, weights[0].shape[1]))
+    shape = (-(-at[-1] // ALIGNED) * ALIGNED, weights[0].shape[1])
+    held = _already_joined(weights, at, shape)
+    if held is not None:
+        return held, at
+    joined = weights[0].new_zeros(shape)
     for module, weight, start in zip(modules, weights, at, strict=False):
         view = joined[start : start + len(weight)]
         view.copy_(weight)
         module.weight.data = view
     return joined, at
+
+
+def _already_joined(
+    weights: Sequence[Tensor], at: Sequence[int], shape: tuple[int, int]
+) -> Tensor | None:
+    """The tensor that an earlier call made of the same projections, if they are still its views."""
+    first, width = weights[0], shape[1]
+    storage, start = first.untyped_storage(), first.storage_offset()
+    consecutive = all(
+        w.untyped_storage().data_ptr() == storage.data_ptr()
+        and w.is_contiguous()
+        and w.storage_offset() == start + row * width
+        for w, row in zip(weights, at, strict=False)
+    )
+    room = storage.nbytes() // first.element_size() - start
+    if len(weights) < 2 or not consecutive or room < shape[0] * width:
+        return None
+    return first.detach().as_strided(shape, (width, 1), start)

@@ -123,6 +123,11 @@ def test_joined_projections_leave_the_model_as_it_was(loaded: LoadedModel) -> No
     before = prefill(loaded, tokens)[0]
     assert DecodeEngine(loaded, state="fp32", slots=1).modules.replaced["linear"] == 3
     assert torch.equal(prefill(loaded, tokens)[0], before)
+    mixture = loaded.model.model.layers[1].mlp
+    weight = getattr(mixture, "shared_expert", None) or mixture.shared_experts
+    held = weight.gate_proj.weight.data_ptr()
+    assert DecodeEngine(loaded, state="fp32", slots=1).modules.replaced["linear"] == 3
+    assert weight.gate_proj.weight.data_ptr() == held  # joined once
     assert not any("forward" in module.__dict__ for module in loaded.model.modules())
 
 
