@@ -7,6 +7,8 @@ ordered `[q | k | v]`.
 
 Free slots are poisoned: NaN in float tensors, bytes 0xFF (a NaN in FP16 rows and FP32 scales) in packed ones. A slot
 that was not completely written therefore shows as NaN downstream instead of as somebody else's state.
+
+Packed slots are written, read and copied by `kernels.pack` and `kernels.transfer`, all layers in one launch on a GPU.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,9 +17,12 @@ from typing import Final, Literal, get_args
 import torch
 
 from hybridstate.defaults import GROUP
-from hybridstate.errors import NumericError, UsageError
+from hybridstate.errors import NumericError, PlanMismatch, UsageError
 from hybridstate.families import LinearLayer, ModelSpec
 from hybridstate.kernels.layout import DenseLayout, DenseOrder, PackedLayout
+from hybridstate.kernels.pack import pack_states, unpack_states
+from hybridstate.kernels.transfer import Backend, copy_slots
+from hybridstate.kernels.transfer_tables import ALIGNMENT, LayerSet
 
 StateFormat = Literal["fp32", "bf16", "fp16", "damp"]
 STATE_FORMATS: Final[tuple[str, ...]] = get_args(StateFormat)
@@ -88,6 +93,9 @@ class StatePool:
             for layer in spec.layers
         )
         self._free = list(range(slots))
+        self._backend: Backend = "auto"
+        self._runs = _runs_of_alike(self.states)
+        self._conv_runs = _runs_of_alike(self.conv)
         self.poison(range(slots))
         assert self.held_bytes == self.nbytes, f"{self.held_bytes} bytes, accounted {self.nbytes}"
 
@@ -129,6 +137,17 @@ class StatePool:
     def held_bytes(self) -> int:
         """Bytes of the pool's tensors as they are now."""
         return sum(t.numel() * t.element_size() for t in (*self.states, *self.conv))
+
+    @property
+    def layers(self) -> LayerSet:
+        """The states of all layers for one launch.
+
+        Raises:
+            PlanMismatch: layers differ in shape.
+        """
+        if len(self._runs) > 1:
+            raise PlanMismatch("linear layers of different shapes do not join in one launch")
+        return self._runs[0][1]
 
     # -- slots ---------------------------------------------------------------------------------
 
@@ -174,27 +193,64 @@ class StatePool:
             tensor[rows] = float("nan")
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy whole slots, bit for bit."""
-        for tensor in (*self.states, *self.conv):
-            tensor[target] = tensor[source]
+        """Copy whole slots, bit for bit; int64 `[n]` each, no slot in both."""
+        for _, layers in (*self._runs, *self._conv_runs):
+            copy_slots(layers, source, layers, target, backend=self._backend)
 
     # -- contents ------------------------------------------------------------------------------
 
     def write(
         self, slots: torch.Tensor, states: Sequence[torch.Tensor], conv: Sequence[torch.Tensor]
     ) -> None:
-        """Store states `[B, H, K, V]` (rows in stored order) and windows `[B, C, W - 1]` per layer."""
-        for ordinal, (state, window) in enumerate(zip(states, conv, strict=True)):
-            self.states[ordinal][slots] = self.layouts[ordinal].pack(state.float())
-            self.conv[ordinal][slots] = window.to(self.conv_dtype)
+        """Store states `[B, H, K, V]` (rows in stored order) and windows `[B, C, W - 1]` per layer.
+
+        Raises:
+            NumericError: a state to pack is not finite.
+        """
+        if self.state == "damp" and len(slots):
+            self._pack(slots, states)
+        else:
+            for tensor, layout, state in zip(self.states, self.layouts, states, strict=True):
+                tensor[slots] = layout.pack(state.float())
+        for tensor, window in zip(self.conv, conv, strict=True):
+            tensor[slots] = window.to(self.conv_dtype)
 
     def read(self, slots: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """States as FP32 `[B, H, K, V]` and windows `[B, C, W - 1]` of the slots, as new tensors."""
-        states = [
-            layout.unpack(tensor[slots])
-            for layout, tensor in zip(self.layouts, self.states, strict=True)
-        ]
+        if self.state == "damp" and len(slots):
+            states = self._unpack(slots)
+        else:
+            states = [
+                layout.unpack(tensor[slots])
+                for layout, tensor in zip(self.layouts, self.states, strict=True)
+            ]
         return states, [tensor[slots] for tensor in self.conv]
+
+    def _pack(self, slots: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
+        """`write` of packed states."""
+        rows = torch.arange(len(slots), device=self.device)
+        for first, pool in self._runs:
+            layout = self.layouts[first]
+            assert isinstance(layout, PackedLayout), "a damp pool has packed layouts"
+            given = [_aligned(state) for state in states[first : first + pool.layers]]
+            # a finite sum proves finite terms; `PackedLayout.pack` names the first that is not
+            sums = torch.stack([state.sum() for state in given])
+            if not bool(torch.isfinite(sums).all()):
+                for state in given:
+                    layout.pack(state)
+            pack_states(LayerSet.of(given), rows, pool, slots, layout, backend=self._backend)
+
+    def _unpack(self, slots: torch.Tensor) -> list[torch.Tensor]:
+        """`read` of packed states."""
+        rows, found = torch.arange(len(slots), device=self.device), []
+        for first, pool in self._runs:
+            layout = self.layouts[first]
+            assert isinstance(layout, PackedLayout), "a damp pool has packed layouts"
+            shape = (len(slots), pool.first.shape[1], layout.key_dim, layout.value_dim)
+            into = [torch.empty(shape, device=self.device) for _ in pool.tensors]
+            unpack_states(pool, slots, LayerSet.of(into), rows, layout, backend=self._backend)
+            found += into
+        return found
 
     def require_finite(self, slots: torch.Tensor) -> None:
         """Refuse slots that hold NaN or infinity: a unit was missed, or the model produced it.
@@ -221,6 +277,24 @@ class StatePool:
                     index=[unit, *rest],
                     count=len(bad),
                 )
+
+
+def _runs_of_alike(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, LayerSet], ...]:
+    """Consecutive layers whose tensors one launch can address, each run with its first layer."""
+    runs: list[list[torch.Tensor]] = []
+    for tensor in tensors:
+        if runs and runs[-1][0].shape == tensor.shape:
+            runs[-1].append(tensor)
+        else:
+            runs.append([tensor])
+    starts = [sum(map(len, runs[:n])) for n in range(len(runs))]
+    return tuple((start, LayerSet.of(run)) for start, run in zip(starts, runs, strict=True))
+
+
+def _aligned(state: torch.Tensor) -> torch.Tensor:
+    """FP32, contiguous, and where a launch over several layers can address it."""
+    state = state.float().contiguous()
+    return state if state.data_ptr() % ALIGNMENT == 0 else state.clone()
 
 
 def _packed_layout(layer: LinearLayer, k_hi: int | None) -> PackedLayout:

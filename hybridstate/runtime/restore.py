@@ -23,9 +23,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hybridstate.errors import NumericError, UsageError
+from hybridstate.errors import NumericError, PlanMismatch, UsageError
 from hybridstate.families import ModelSpec
-from hybridstate.kernels.checkpoint import UnitIndex, pack_units, unpack_units
+from hybridstate.kernels.layout import DenseLayout
+from hybridstate.kernels.transfer import gather_rows, refresh_rows, scatter_rows
+from hybridstate.kernels.transfer_tables import ALIGNMENT, CheckpointForm, LayerSet, RowTable
 from hybridstate.provenance import sha256_bytes
 from hybridstate.runtime.pool import StatePool
 from hybridstate.trajectories.cache import forward, linear_layers, new_cache
@@ -92,17 +94,16 @@ def join(prefixes: Sequence[Prefix]) -> Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """Which units a checkpoint retains, and both kinds as row numbers, computed once.
+    """Which units a checkpoint retains, as masks and as the row tables of `kernels.transfer`, built once.
 
     Attributes:
         masks: bool `[H]` or `[H, K]` per linear layer, True where retained.
-        retained: their rows, as pack and unpack take them.
-        omitted: int64 rows of the others per layer.
+        omitted: int64 numbers of the other units per layer.
     """
 
     masks: tuple[torch.Tensor, ...]
-    retained: UnitIndex
     omitted: tuple[torch.Tensor, ...]
+    _tables: dict[int, RowTable]
 
     @classmethod
     def of(
@@ -113,7 +114,23 @@ class Units:
             torch.from_numpy(np.array(mask, dtype=np.bool_)).to(device) for mask in retained
         )
         omitted = tuple((~mask).flatten().nonzero().flatten() for mask in masks)
-        return cls(masks, UnitIndex.from_masks(masks, device), omitted)
+        return cls(masks, omitted, {})
+
+    def table(self, key_dim: int) -> RowTable:
+        """Kept rows of states with K key channels.
+
+        Raises:
+            PlanMismatch: the masks do not fit, or differ in shape between layers.
+        """
+        if key_dim not in self._tables:
+            shapes = {tuple(mask.shape) for mask in self.masks}
+            if len(shapes) > 1:
+                raise PlanMismatch(
+                    f"linear layers of different sizes, {sorted(shapes)}, share no checkpoint",
+                    found=sorted(shapes),
+                )
+            self._tables[key_dim] = RowTable.from_masks(torch.stack(self.masks), key_dim)
+        return self._tables[key_dim]
 
     @classmethod
     def every(cls, spec: ModelSpec, device: torch.device | str = "cpu") -> "Units":
@@ -132,8 +149,8 @@ class Units:
     @property
     def counts(self) -> tuple[int, int]:
         """Retained units, all units."""
-        kept = sum(len(rows) for rows in self.retained.rows)
-        return kept, sum(mask.numel() for mask in self.masks)
+        every = sum(mask.numel() for mask in self.masks)
+        return every - sum(len(rows) for rows in self.omitted), every
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -191,12 +208,40 @@ def capture(loaded: LoadedModel, tokens: torch.Tensor, past: Any) -> Prefix:
 
 
 def store(prefix: Prefix, row: int, units: Units) -> torch.Tensor:
-    """Checkpoint of one sequence as a flat uint8 tensor: retained units, then convolution windows."""
-    return pack_units(
-        [state[row] for state in prefix.states],
-        [window[row] for window in prefix.conv],
-        units.retained,
-    )
+    """Checkpoint of one sequence as a flat uint8 tensor, without padding anywhere.
+
+    The retained units in FP32, layer by layer, heads and then key channels ascending; then the layers' convolution
+    windows in BF16. Its length is the ragged bytes of `plan.accounting`.
+
+    Raises:
+        PlanMismatch: the units do not fit the states.
+    """
+    states = LayerSet.of(prefix.states)
+    _, _, key_dim, value_dim = states.first.shape
+    table, form = units.table(key_dim), CheckpointForm("fp32", value_dim)
+    windows = [window[row] for window in prefix.conv]
+    exact = form.temporal_bytes(table) + sum(x.numel() * CONV_DTYPE.itemsize for x in windows)
+    buffer = form.buffer(1, table, extra=exact - form.temporal_bytes(table))
+    device = states.first.device
+    gather_rows(states, torch.tensor([row], device=device), buffer, _first(device), table, form)
+    checkpoint = buffer[0, :exact]
+    for window, part in zip(windows, _window_parts(checkpoint, table, form, windows), strict=True):
+        part.copy_(window)
+    return checkpoint
+
+
+def _first(device: torch.device) -> torch.Tensor:
+    """Slot 0."""
+    return torch.zeros(1, dtype=torch.int64, device=device)
+
+
+def _window_parts(
+    checkpoint: torch.Tensor, table: RowTable, form: CheckpointForm, like: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """BF16 views of a checkpoint's convolution windows, shaped as `like`."""
+    sizes = [x.numel() * CONV_DTYPE.itemsize for x in like]
+    parts = checkpoint[form.temporal_bytes(table) :].split(sizes)
+    return [p.view(CONV_DTYPE).view(x.shape) for p, x in zip(parts, like, strict=True)]
 
 
 # -- load ---------------------------------------------------------------------------------------
@@ -205,17 +250,32 @@ def store(prefix: Prefix, row: int, units: Units) -> torch.Tensor:
 def load(buffer: torch.Tensor, units: Units, pool: StatePool, slot: int) -> None:
     """Unpack a checkpoint into one slot of an FP32 pool; omitted units keep what the slot held.
 
+    Args:
+        buffer: uint8 from `store`, on any device.
+
     Raises:
         PlanMismatch: the buffer's length does not fit the units.
+        UsageError: the pool holds no FP32 states in rows order.
     """
-    if pool.state != "fp32":
-        raise UsageError(f"checkpoints load into an fp32 pool, not {pool.state}")
-    unpack_units(
-        buffer,
-        units.retained,
-        [tensor[slot] for tensor in pool.states],
-        [tensor[slot] for tensor in pool.conv],
-    )
+    states = _rows_of(pool)
+    layout = pool.layouts[0]
+    table, form = units.table(layout.key_dim), CheckpointForm("fp32", layout.value_dim)
+    windows = [tensor[slot] for tensor in pool.conv]
+    exact = form.temporal_bytes(table) + sum(x.numel() * CONV_DTYPE.itemsize for x in windows)
+    if buffer.dtype != torch.uint8 or buffer.dim() != 1 or len(buffer) != exact:
+        raise PlanMismatch(
+            f"checkpoint is {buffer.dtype} {list(buffer.shape)}, these masks need {exact} bytes",
+            found=list(buffer.shape),
+            expected=exact,
+        )
+    here = buffer.to(pool.device)
+    here = here if here.data_ptr() % ALIGNMENT == 0 else here.clone()
+    # one row, whose distance to the next is only nominal
+    rows = here.as_strided((1, exact), (-(-exact // ALIGNMENT) * ALIGNMENT, 1))
+    target = torch.tensor([slot], device=pool.device)
+    scatter_rows(rows, _first(pool.device), states, target, table, form)
+    for window, part in zip(windows, _window_parts(here, table, form, windows), strict=True):
+        window.copy_(part)
 
 
 def zero_fill(pool: StatePool, slots: torch.Tensor, units: Units) -> None:
@@ -229,10 +289,20 @@ def refresh(
     pool: StatePool, slots: torch.Tensor, units: Units, replayed: Sequence[torch.Tensor]
 ) -> None:
     """WR: omitted units of the slots are copied from the replayed states `[B, H, K, V]`."""
-    layers = zip(pool.states, units.masks, units.omitted, replayed, strict=True)
-    for tensor, mask, omitted, state in layers:
-        if len(omitted):
-            _flat(tensor, mask)[slots[:, None], omitted] = _flat(state, mask)[:, omitted]
+    table = units.table(pool.layouts[0].key_dim)
+    if not len(table.omitted):
+        return
+    fresh = LayerSet.of([state.contiguous() for state in replayed])
+    rows = torch.arange(len(slots), device=pool.device)
+    refresh_rows(fresh, rows, _rows_of(pool), slots, table.omitted)
+
+
+def _rows_of(pool: StatePool) -> LayerSet:
+    """An FP32 pool's states as one set of rows."""
+    layout = pool.layouts[0]
+    if not isinstance(layout, DenseLayout) or (layout.order, pool.state) != ("rows", "fp32"):
+        raise UsageError(f"checkpoints load into an fp32 pool in rows order, not {pool.state}")
+    return pool.layers
 
 
 def _flat(state: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

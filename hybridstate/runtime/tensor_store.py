@@ -94,11 +94,17 @@ class TensorStore:
             for w in pool.conv
         )
         masks = _row_masks(pool, retained)
-        self.checkpoints: CheckpointPool = (
-            PackedRows(pool, masks, packed)
-            if kind == "packed"
-            else FloatRows(pool, masks, packed, kind)
+        self.checkpoints: CheckpointPool = NoRows()
+        if packed:
+            self.checkpoints = (
+                PackedRows(pool, masks, packed)
+                if kind == "packed"
+                else FloatRows(pool, masks, packed, kind)
+            )
+        self._zeros = tuple(
+            n.pack(torch.zeros(n.key_dim, n.value_dim, device=pool.device)) for n in pool.layouts
         )
+        """A head of the zero state per layer, in the pool's order."""
         self._side = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
         if poison:
             for slot in range(packed + RESERVED):
@@ -106,22 +112,29 @@ class TensorStore:
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of one compressed slot with its convolution windows."""
+        """Bytes of one compressed slot with its convolution windows; 0 where there are none."""
+        if isinstance(self.checkpoints, NoRows):
+            return 0
         conv = sum(w[0].numel() * w.element_size() for w in self._conv)
         return self.checkpoints.slot_bytes + conv
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes beside both pools: a slot in rows order where the pool has a kernel's order."""
+        staging = self.checkpoints._staging if isinstance(self.checkpoints, FloatRows) else None
+        return 0 if staging is None else staging.nbytes
+
     def clear(self, slot: int) -> None:
         """The zero state, in which a request without a hit begins."""
-        for layout, state in zip(self.pool.layouts, self.pool.states, strict=True):
-            shape = (state.shape[1], layout.key_dim, layout.value_dim)
-            state[slot] = layout.pack(torch.zeros(shape, device=state.device))
+        for state, zero in zip(self.pool.states, self._zeros, strict=True):
+            state[slot] = zero
         for window in self.pool.conv:
             window[slot] = 0.0
 
     def copy(self, source: int, target: int) -> None:
         """See `tiers.Store`."""
-        for tensor in (*self.pool.states, *self.pool.conv):
-            tensor[target].copy_(tensor[source])
+        slots = torch.tensor([[source], [target]], device=self.pool.device)
+        self.pool.copy(slots[0], slots[1])
 
     def pack(self, source: int, target: int, *, aside: bool) -> Transfer:
         """See `tiers.Store`."""
@@ -184,6 +197,23 @@ class EventTransfer:
     def wait(self) -> None:
         """Blocks the host."""
         self._event.synchronize()
+
+
+class NoRows:
+    """No compressed slots: every format of the pool will do."""
+
+    slot_bytes = 0
+
+    def pack(self, source: int, target: int) -> None:
+        """There is nowhere to."""
+        raise NumericError(f"slot {source} cannot be packed: there are no compressed slots")
+
+    def unpack(self, source: int, target: int, omitted: Sequence[torch.Tensor] | None) -> None:
+        """There is nothing."""
+        raise NumericError(f"slot {target} cannot be loaded: there are no compressed slots")
+
+    def poison(self, slot: int) -> None:
+        """Nothing to overwrite."""
 
 
 class FloatRows:

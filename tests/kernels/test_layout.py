@@ -1,11 +1,15 @@
 """Physical orders: sizes, exactness, agreement, and the address rule written out by hand."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridstate.errors import NumericError
+from hybridstate.kernels.codec import quantise_rows
 from hybridstate.kernels.layout import DenseLayout, PackedLayout
 
 
@@ -190,3 +194,31 @@ def test_dense_orders_only_move_values(order: str, dtype: torch.dtype) -> None:
     tile, row, column = layout.strides
     at = 17 // layout.tile * tile + 3 * row + 17 % layout.tile * column
     assert packed[1, 2].flatten()[at] == x[1, 2, 3, 17].to(dtype)
+
+
+class Divisors(TorchDispatchMode):
+    """Collects what torch divides by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if "div" in func.name():
+            self.found.append(args[1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_scale_is_divided_by_a_plain_number() -> None:
+    """On a GPU torch multiplies by the number's reciprocal then, and bytes packed there and here differ."""
+    for pack in (
+        PackedLayout(64, 64, 8, group=16).pack,
+        PackedLayout(64, 64, 0).pack,
+        quantise_rows,
+    ):
+        with Divisors() as divisors:
+            pack(torch.randn(64, 64))
+        assert divisors.found
+        assert all(isinstance(x, torch.Tensor) for x in divisors.found)

@@ -1,11 +1,12 @@
 """Slots: bytes, poison, allocation, contents."""
 
+import os
 from dataclasses import replace
 
 import pytest
 import torch
 
-from hybridstate.errors import NumericError, UsageError
+from hybridstate.errors import NumericError, PlanMismatch, UsageError
 from hybridstate.families import FAMILIES, LinearLayer, ModelSpec
 from hybridstate.runtime.pool import STATE_FORMATS, StatePool, default_k_hi
 
@@ -160,3 +161,41 @@ def test_bad_options_are_refused(options: dict[str, object], message: str) -> No
     arguments: dict[str, object] = {"slots": 1, "state": "fp32"} | options
     with pytest.raises(UsageError, match=message):
         StatePool(make_spec(), **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="a GPU is here")
+def test_kernels_write_read_and_copy_the_bits_of_torch() -> None:
+    spec = make_spec()
+    states, conv = random_contents(spec, 2)
+    slots, found = torch.tensor([3, 1]), []
+    for backend in ("reference", "triton"):
+        pool = StatePool(spec, 5, state="damp")
+        pool._backend = backend  # type: ignore[assignment]
+        pool.write(slots, states, conv)
+        pool.copy(slots, torch.tensor([0, 4]))
+        found.append((*pool.states, *pool.conv, *(x for part in pool.read(slots) for x in part)))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one.nan_to_num(-1.0), other.nan_to_num(-1.0))
+
+
+def test_layers_of_different_shapes_are_written_and_read_each() -> None:
+    spec = make_spec()
+    wide = replace(spec.layers[1], value_dim=2 * VALUE)
+    spec = replace(spec, layers=(spec.layers[0], wide))
+    pool = StatePool(spec, 2, state="damp", k_hi=KEY)
+    states, conv = random_contents(spec, 1)
+    pool.write(torch.tensor([1]), states, conv)
+    pool.copy(torch.tensor([1]), torch.tensor([0]))
+    for state, back in zip(states, pool.read(torch.tensor([0]))[0], strict=True):
+        assert torch.equal(back, state.half().float())
+    with pytest.raises(PlanMismatch, match="different shapes"):
+        _ = pool.layers
+
+
+def test_a_state_that_is_not_finite_is_not_packed() -> None:
+    spec = make_spec()
+    pool = StatePool(spec, 2, state="damp")
+    states, conv = random_contents(spec, 1)
+    states[1][0, 2, 20, 3] = float("nan")
+    with pytest.raises(NumericError, match=r"not finite|non-finite"):
+        pool.write(torch.tensor([0]), states, conv)

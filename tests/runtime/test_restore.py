@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridstate.errors import NumericError, UsageError
+from hybridstate.errors import NumericError, PlanMismatch, UsageError
 from hybridstate.families import ModelSpec
 from hybridstate.plan.accounting import account
 from hybridstate.plan.select import Selection, select
@@ -128,6 +128,30 @@ def test_checkpoint_is_as_long_as_accounted(loaded: LoadedModel) -> None:
     assert len(buffer.numpy().tobytes()) == accounting.ragged_bytes
     dense = store(prefix, 0, Units.every(loaded.spec))
     assert len(dense.numpy().tobytes()) == accounting.dense_bytes
+
+
+def test_bytes_lie_in_the_stated_order_without_padding(loaded: LoadedModel) -> None:
+    prefix, retained = prefix_of(loaded, 21), half(loaded.spec).retained
+    expected = b""
+    for state, mask in zip(prefix.states, retained, strict=True):
+        expected += state[1].numpy()[mask].tobytes()
+    for window in prefix.conv:
+        expected += window[1].contiguous().view(torch.int16).numpy().tobytes()
+    units = Units.of(retained)
+    buffer = store(prefix, 1, units)
+    assert buffer.numpy().tobytes() == expected
+    shifted = torch.cat([torch.zeros(1, dtype=torch.uint8), buffer])[1:]
+    pool = StatePool(loaded.spec, 2)
+    load(shifted, units, pool, 1)
+    for state, mask, loaded_state in zip(prefix.states, retained, pool.states, strict=True):
+        where = torch.from_numpy(mask)
+        assert torch.equal(loaded_state[1][where], state[1][where])
+        assert loaded_state[0].isnan().all()
+        assert loaded_state[1][~where].isnan().all()
+    with pytest.raises(PlanMismatch, match="these masks need"):
+        load(buffer[:-1], units, pool, 0)
+    with pytest.raises(UsageError, match="rows order"):
+        load(buffer, units, StatePool(loaded.spec, 1, dense_order="columns"), 0)
 
 
 def test_omitted_units_stay_poisoned_until_a_policy_settles_them(loaded: LoadedModel) -> None:
