@@ -153,7 +153,7 @@ def _fold_operands(
     if HIGH > 0:
         _store_chunks(right, (keys - rounded.to(gl.float32)).to(gl.float16))
         for c in gl.static_range(HIGH):
-            rests = rests + (right.index(c).permute((1, 0)).load(RIGHT),)  # noqa: RUF005 (compiled)
+            rests += (right.index(c).permute((1, 0)).load(RIGHT),)  # type: ignore[assignment]
         _barrier()
     _store_chunks(right, rounded)
     return left, right, rests
