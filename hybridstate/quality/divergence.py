@@ -126,10 +126,10 @@ def measure(simulation: Simulation, layer: LinearLayer, *, per_channel: bool) ->
 
 
 def pooled(draws: list[Measured]) -> Measured:
-    """Sequences of several draws side by side, numbered by draw."""
+    """Sequences of several draws side by side, numbered by draw; bits as the newest draw counts them."""
     counts = [draw.kl.shape[1] for draw in draws]
     return replace(
-        draws[0],
+        draws[-1],
         kl=np.concatenate([draw.kl for draw in draws], 1),
         same_top=np.concatenate([draw.same_top for draw in draws], 1),
         nll=np.concatenate([draw.nll for draw in draws], 1),

@@ -143,13 +143,17 @@ class Arm:
     def ring_bits(self, layer: LinearLayer, *, per_channel: bool) -> float:
         """Bits per state value of the inputs kept between two writes, 0 where every update writes.
 
-        The last `every` - 1 inputs: BF16 k (shared by the value heads of a key head) and v, FP32 log
-        decay (one, or one per key channel) and beta.
+        What `kernels.ring_reference.Ring` keeps, as `plan.accounting.ring_bits` counts it: `every` - 1 entries of
+        FP16 k (shared by the value heads of a key head), FP16 pseudo value and, per channel, FP16 log decays; per
+        head `every` FP32 sums of log decays; a counter.
         """
-        key = 16 * layer.key_dim * layer.key_heads / layer.value_heads
-        gate = 32 * (layer.key_dim if per_channel else 1) + 32
-        entry = key + 16 * layer.value_dim + gate
-        return (self.every - 1) * entry / (layer.key_dim * layer.value_dim)
+        if self.every == 1:
+            return 0.0
+        entry = 16 * (layer.key_dim * layer.key_heads / layer.value_heads + layer.value_dim)
+        if per_channel:
+            entry += 16 * layer.key_dim
+        fixed = 32 + (0 if per_channel else 32 * self.every)
+        return ((self.every - 1) * entry + fixed) / (layer.key_dim * layer.value_dim)
 
     def saturated(self, state: torch.Tensor, ordinal: int) -> int:
         """Values of a state beyond FP16, where this arm stores FP16."""

@@ -10,6 +10,9 @@ import torch
 from hybridstate.errors import NumericError
 from hybridstate.families import LinearLayer
 from hybridstate.kernels import reference
+from hybridstate.kernels.layout import PackedLayout
+from hybridstate.kernels.ring_reference import Ring
+from hybridstate.plan.accounting import ring_bits
 from hybridstate.quant.arms import Arm, plain_arm
 from hybridstate.quant.formats import FORMATS, Format
 from hybridstate.quant.simulate import (
@@ -166,12 +169,22 @@ def test_int4_residuals_stay_within_half_a_step_of_their_groups_scale() -> None:
     assert (replace(INT8, feedback="fp16").residual(x, stored) + stored - x).abs().max() < 1e-5
 
 
-def test_a_ring_of_inputs_costs_more_with_a_decay_per_channel() -> None:
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize("every", [4, 8, 16])
+def test_a_ring_is_counted_as_the_kernels_keep_it(every: int, per_channel: bool) -> None:
     layer = LinearLayer(0, 0, 16, 32, 128, 128, 4, "")
-    arm = replace(INT8, every=16)
-    assert arm.ring_bits(layer, per_channel=False) == 15 * (16 * 64 + 16 * 128 + 64) / 128**2
-    assert arm.ring_bits(layer, per_channel=True) == 15 * (16 * 64 + 48 * 128 + 32) / 128**2
-    assert INT8.ring_bits(layer, per_channel=True) == 0
+    arm = replace(INT8, every=every)
+    ring = Ring.empty(1, 16, 32, PackedLayout(128, 128, 16), every, per_channel=per_channel)
+    assert arm.ring_bits(layer, per_channel=per_channel) == ring.bits_per_value
+    assert ring_bits(layer, every, per_channel=per_channel) == ring.bits_per_value
+    assert INT8.ring_bits(layer, per_channel=per_channel) == 0
+    assert ring_bits(layer, 1, per_channel=per_channel) == 0
+
+
+def test_resident_bits_of_sixteen_updates_at_published_sizes() -> None:
+    qwen, kimi = (LinearLayer(0, 0, heads, 32, 128, 128, 4, "") for heads in (16, 32))
+    assert 9.875 + ring_bits(qwen, 16, per_channel=False) == pytest.approx(12.7207, abs=1e-4)
+    assert 9.875 + ring_bits(kimi, 16, per_channel=True) == pytest.approx(15.5020, abs=1e-4)
 
 
 def test_fp32_arm_has_no_error_and_coarser_formats_have_more(
