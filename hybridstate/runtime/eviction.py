@@ -121,8 +121,16 @@ class CheapestFirst:
         self._dense: list[tuple[float, int, CachedState]] = []
 
     def add(self, state: CachedState) -> None:
-        """See `EvictionOrder`."""
+        """See `EvictionOrder`; the nearest states below save only what lies behind this one from here on."""
         self._push(state, self._clock)
+        below = list(state.node.children.values())
+        while below:
+            node = below.pop()
+            entry = self._entry.get(node.state)
+            if entry is None:
+                below.extend(node.children.values())
+            else:
+                self._push(node.state, entry[2])
 
     def touch(self, state: CachedState) -> None:
         """See `EvictionOrder`."""
@@ -164,7 +172,7 @@ class CheapestFirst:
         while ancestor is not None and ancestor.state is None:
             ancestor = ancestor.parent
         saved = state.node.depth - (0 if ancestor is None else ancestor.depth)
-        size = self._bytes[Tier.COMPRESSED if state.tier is Tier.COMPRESSED else Tier.DENSE]
+        size = self._bytes[Tier.DENSE if state.tier is Tier.DENSE else Tier.COMPRESSED]
         return clock + saved / size
 
     def _push(self, state: CachedState, clock: float) -> None:

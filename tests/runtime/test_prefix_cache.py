@@ -278,6 +278,16 @@ def test_cost_aware_order_lets_go_of_what_nobody_uses() -> None:
     assert tiers_of(cache, [prompt(1, 90)]) == [None]
 
 
+def test_cost_aware_order_counts_from_the_nearest_cached_ancestor() -> None:
+    cache = PrefixCache(Pools(native=3, policy="cost"), CountingStore(), END_ONLY)
+    whole = prompt(1, 90)
+    run(cache, whole)
+    run(cache, whole[:85])  # from here on the longer one saves 5 tokens, not 90
+    for number in (2, 3):
+        run(cache, prompt(number, 20))
+    assert tiers_of(cache, [whole, whole[:85], prompt(2, 20)]) == [None, "dense", "dense"]
+
+
 def test_leaf_order_keeps_the_stem() -> None:
     def after(policy: str) -> list[str | None]:
         cache = PrefixCache(Pools(native=4, policy=policy), CountingStore(), END_ONLY)
