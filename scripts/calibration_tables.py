@@ -47,6 +47,11 @@ def kl(row: Result) -> str:
     return f"{row['kl']:.2e}" + (f" ± {error:.0e}" if error is not None else "")
 
 
+def state_error(value: float | None) -> str:
+    """Four decimals; a state that has diverged in three digits."""
+    return small(value) if value is None or value < 10 else f"{value:.2e}"
+
+
 def bits(row: Result) -> str:
     ring = row["bits_per_value_with_ring"] - row["bits_per_value"]
     return f"{row['bits_per_value']:g}" + (f" + {ring:.3g} ring" if ring else "")
@@ -57,9 +62,33 @@ def below(result: Result) -> str:
     seeds = result.get("validation_seeds", [result["seed"]])
     count, updates = result["validation_sequences"], result["validation_positions"]
     text = f"{count} sequences of {updates:,} updates"
-    if len(seeds) > 1:
-        text += f" from {len(seeds)} seeds (prompts, texts, random channels, rounding)"
+    if len(seeds) > 1 or missing_seeds(result):
+        text += f" from {seeds_of(result)} (prompts, texts, random channels, rounding)"
     return f"{text}; ± is the standard error over sequences."
+
+
+def missing_seeds(result: Result) -> list[str]:
+    """Seeds that the recorded run was asked for and did not reach."""
+    unfinished = result.get("unfinished") or []
+    return [name.removeprefix("seed-") for name in unfinished if name.startswith("seed-")]
+
+
+def seeds_of(result: Result) -> str:
+    """How many seeds there are, and of how many where some are missing."""
+    found = len(result.get("validation_seeds", [result["seed"]]))
+    missing = len(missing_seeds(result))
+    return f"{found} of {found + missing} seeds" if missing else f"{found} seeds"
+
+
+def unfinished(result: Result) -> str:
+    """What the recorded run was asked for and lacks, in one sentence; empty where it is whole."""
+    parts = [f"seed {seed}" for seed in missing_seeds(result)]
+    parts += ["the greedy row"] if "greedy" in (result.get("unfinished") or []) else []
+    if not parts:
+        return ""
+    listed = ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + parts[-1]
+    verb = "is" if len(parts) == 1 else "are"
+    return f"{listed[0].upper()}{listed[1:]} {verb} missing: the time on the GPU ended."
 
 
 def divergence_rows(
@@ -74,7 +103,7 @@ def divergence_rows(
             kl(row),
             significant(row.get("kl_spread")),
             percent(row["top1"], 2),
-            small(row["state_error"]),
+            state_error(row["state_error"]),
             f"{row['perplexity_ratio']:.4f}x",
             *more(name, row),
         ]
@@ -101,8 +130,10 @@ def formats(result: Result) -> str:
     def beside(name: str, _: Any) -> list[str]:
         return [f"{paper()[published[name]]:g} %" if name in published else ""]
 
-    rows = divergence_rows(result, FORMATS, beside)
-    table = markdown([*COLUMNS, "DAMP: AIME 2026, Qwen3.6-35B"], rows)
+    gdn = result["model"]["kind"] == "gdn"  # the published model is one
+    rows = divergence_rows(result, FORMATS, beside if gdn else lambda *_: [])
+    columns = [*COLUMNS, "DAMP: AIME 2026, Qwen3.6-35B"] if gdn else COLUMNS
+    table = markdown(columns, rows)
     return f"{table}\n\n{below(result)} State error: relative, after the last update."
 
 
@@ -164,7 +195,9 @@ def budgets(result: Result) -> str:
             names += [f"int8-step{end}"] if k_hi == 0 else []
             row = next((found[name] for name in names if name in found), None)
             cells += (
-                ["", "", ""] if row is None else [kl(row), small(row["state_error"]), bits(row)]
+                ["", "", ""]
+                if row is None
+                else [kl(row), state_error(row["state_error"]), bits(row)]
             )
         if any(cells):
             rows.append([str(k_hi), cells[2] or cells[5], *cells[0:2], *cells[3:5]])
@@ -228,7 +261,7 @@ def answers(result: Result) -> str:
 
     def cell(row: Result, key: str) -> str:
         error = row[f"{key}_error"]
-        text = f"{100 * row[key]:.1f}"
+        text = f"{100 * row[key] + 0.0:.1f}"  # never -0.0
         return text if error is None else f"{text} ± {100 * error:.1f}"
 
     rows = [
@@ -278,7 +311,7 @@ def agreement(result: Result) -> str:
     )
     columns = ["channels chosen by", "same in both halves", "by chance", "rank correlation"]
     count = len(result.get("validation_seeds", [0]))
-    text = f"Mean and standard deviation over {count} seeds. " if count > 1 else ""
+    text = f"Mean and standard deviation over {seeds_of(result)}. " if count > 1 else ""
     return (
         f"{markdown(columns, rows)}\n\n{text}Each half holds half of the prompts of every domain."
     )

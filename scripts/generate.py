@@ -10,13 +10,19 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import calibration_tables
 import family_tables
+import findings
+import quality_tables
 import reading_table
+import scale_tables
 import tables
+import validation_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -93,11 +99,28 @@ def analyze_block() -> str:
     return f"```console\n$ {' '.join(command)}\n{text}\n```"
 
 
-def per_model(pattern: str, table: Callable[[dict[str, Any]], str]) -> str:
+def trained(result: dict[str, Any]) -> bool:
+    """Whether a recorded calibration is of a trained model."""
+    return not result.get("synthetic", False)
+
+
+def synthetic(result: dict[str, Any]) -> bool:
+    return not trained(result)
+
+
+def anything(_: dict[str, Any]) -> bool:
+    return True
+
+
+def per_model(
+    pattern: str,
+    table: Callable[[dict[str, Any]], str],
+    wanted: Callable[[dict[str, Any]], bool] = anything,
+) -> str:
     """One table per recorded file, each under the model's name where it is about one model."""
     parts = []
     for path, document in recorded(pattern):
-        text = table(document["result"])
+        text = table(document["result"]) if wanted(document["result"]) else ""
         if text:
             name = model_name(path, document)
             parts.append(text if name == path.stem else f"`{name}`\n\n{text}")
@@ -109,7 +132,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "models": lambda: per_model("training.json", tables.training),
     "retained": retained_block,
     "restore": lambda: per_model("restore-*.json", tables.restore),
-    "precision": lambda: per_model("calibrate-*.json", tables.precision),
+    "precision": lambda: per_model("calibrate-*.json", tables.precision, trained),
     "update": lambda: per_model("update*.json", tables.update_by_state),
     "decode": lambda: per_model("decode-*.json", tables.decode_by_state),
     "families": family_tables.families,
@@ -140,15 +163,101 @@ def reading() -> str:
     return filled("docs/reading.md")
 
 
-RESULTS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
-    ("The embedded models", "training.json", tables.training),
-    ("Static horizons against observed ones", "validate-*.json", tables.validation),
-    ("Restoring a cached prefix", "restore-*.json", tables.restore),
-    ("DASC against random masks of the same size", "restore-*.json", tables.advantage),
-    ("What the models need their state for", "restore-*.json", tables.interventions),
-    ("Precision of the live state", "calibrate-*.json", tables.precision),
-    ("One update of the recurrent state", "update*.json", tables.update),
-    ("Time per output token", "decode-*.json", tables.decode),
+Table = Callable[[dict[str, Any]], str]
+Comment = Callable[[Mapping[str, dict[str, Any]]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One heading of docs/results.md.
+
+    Attributes:
+        title: the heading.
+        pattern: recorded files.
+        table: Markdown of one file's result, "" where it has nothing to say; None: the comment alone.
+        comment: prose from the results of all files by model, above the tables.
+        wanted: which of the files.
+        pictures: names in figures/MODEL/, below each model's table.
+        level: 2, or 3 below the section before.
+        joint: one table of all files' results by model instead of `table`.
+    """
+
+    title: str
+    pattern: str
+    table: Table | None = None
+    comment: Comment | None = None
+    wanted: Callable[[dict[str, Any]], bool] = anything
+    pictures: tuple[str, ...] = ()
+    level: int = 2
+    joint: Comment | None = None
+
+
+CALIBRATED = "calibrate-*.json"
+VALIDATED = "validate-*.json"
+COMMENTS: dict[Table, Comment] = {
+    calibration_tables.selectors: findings.selectors,
+    calibration_tables.steps: findings.steps,
+    calibration_tables.answers: findings.answers,
+    calibration_tables.concentration: findings.concentration,
+}
+PICTURES: dict[Table, tuple[str, ...]] = {
+    calibration_tables.formats: ("divergence_bits",),
+    calibration_tables.steps: ("error_steps",),
+    calibration_tables.concentration: ("channel_error", "state_magnitude"),
+}
+RESULTS: tuple[Section, ...] = (
+    Section("The embedded models", "training.json", tables.training),
+    Section(
+        "Static horizons against observed ones",
+        VALIDATED,
+        validation_tables.validation,
+        findings.validation,
+        pictures=("static_observed",),
+    ),
+    Section(
+        "A measured gate input",
+        VALIDATED,
+        validation_tables.gate_input,
+        findings.gate_input,
+        level=3,
+    ),
+    Section(
+        "Decay of three kinds of text",
+        VALIDATED,
+        validation_tables.decay,
+        findings.decay,
+        pictures=("effective_decay", "decay_domains", "decay_traces"),
+        level=3,
+    ),
+    Section(
+        "A needle with parts of the cache zeroed",
+        VALIDATED,
+        validation_tables.intervention,
+        findings.intervention,
+        level=3,
+    ),
+    Section("Restoring a cached prefix", "restore-*.json", tables.restore, pictures=("restore",)),
+    Section("DASC against random masks of the same size", "restore-*.json", tables.advantage),
+    Section("What the models need their state for", "restore-*.json", tables.interventions),
+    Section("Answers after compressed hits", "quality-*.json", quality_tables.quality),
+    Section("Answers by task", "quality-*.json", quality_tables.by_task, level=3),
+    Section("Precision of the live state", CALIBRATED, comment=findings.precision, wanted=trained),
+    *(
+        Section(
+            title,
+            CALIBRATED,
+            table,
+            COMMENTS.get(table),
+            wanted=trained,
+            pictures=PICTURES.get(table, ()),
+            level=3,
+        )
+        for title, table in calibration_tables.TABLES
+    ),
+    Section("Calibration at full size", CALIBRATED, joint=scale_tables.at_scale, wanted=synthetic),
+    Section("Emitted modules", "emitted.json", scale_tables.emitted),
+    Section("One update of the recurrent state", "update*.json", tables.update),
+    Section("Time per output token", "decode-*.json", tables.decode),
 )
 
 
@@ -160,23 +269,48 @@ def results() -> str:
         "command. Task questions are synthetic; prose is held-out text. What the columns mean: "
         "[README](../README.md#what-it-costs-restoring-a-cached-prefix) and [glossary](glossary.md). "
         "FP32 over this: above 1 is faster than FP32. DASC against random masks: above 0 is better for "
-        "answers, below 0 for KL and bits/byte.\n"
+        "answers, below 0 for KL and bits/byte. Sentences with numbers are written from the same files.\n"
     )
-    for title, pattern, table in RESULTS:
-        found = [
-            (path, document, text)
-            for path, document in recorded(pattern)
-            if (text := table(document["result"]))
-        ]
-        if found:
-            parts.append(f"## {title}\n")
-        for path, document, text in found:
-            name = model_name(path, document)
-            if name != path.stem:
-                parts.append(f"### {name}\n")
-            parts.append(f"{text}\n")
-            parts.append(f"{source_line(path, document)}\n")
+    named: set[Path] = set()
+    for section in RESULTS:
+        parts += section_text(section, named)
     return "\n".join(parts)
+
+
+def section_text(section: Section, named: set[Path]) -> list[str]:
+    """One section; `named` holds the files whose full source line stands above already and is added to."""
+    found = [
+        (path, document, text)
+        for path, document in recorded(section.pattern)
+        if section.wanted(document["result"])
+        and (
+            (text := section.table(document["result"]) if section.table else "")
+            or not section.table
+        )
+    ]
+    if not found:
+        return []
+    by_model = {model_name(path, doc): doc["result"] for path, doc, _ in found}
+    comment = section.comment(by_model) if section.comment else ""
+    parts = [f"{'#' * section.level} {section.title}\n"] + ([f"{comment}\n"] if comment else [])
+    if section.joint:
+        parts.append(f"{section.joint(by_model)}\n")
+    for path, document, text in found:
+        name = model_name(path, document)
+        if text and name != path.stem:
+            parts.append(f"{'#' * (section.level + 1)} {name}\n")
+        if text:
+            parts.append(f"{text}\n")
+        pictures = [p for p in section.pictures if (ROOT / "figures" / name / f"{p}.png").exists()]
+        parts += [
+            f"![{section.title}, {name}: {picture.replace('_', ' ')}](../figures/{name}/{picture}.png)\n"
+            for picture in pictures
+        ]
+        if section.table or section.joint:
+            short = f"Source: [{path.name}](../{path.relative_to(ROOT)})."
+            parts.append(f"{short if path in named else source_line(path, document)}\n")
+            named.add(path)
+    return parts
 
 
 # --- docs/cli.md --------------------------------------------------------------------------------------
@@ -226,23 +360,37 @@ PAGES: dict[str, Callable[[], str]] = {
 
 
 def draw_figures() -> None:
-    """figures/MODEL/: what `analyze -o` draws, and the recorded results of the benches."""
+    """figures/MODEL/: what `analyze -o` draws, and the recorded results of trained models."""
     from hybridstate import analyze
-    from hybridstate.figures import analysis_figures, precision_figure, restore_figure
+    from hybridstate.figures import (
+        analysis_figures,
+        calibration_figures,
+        precision_figure,
+        restore_figure,
+        validation_figures,
+    )
 
     for name in filter(embedded, MODELS):
         folder = ROOT / "figures" / name
         folder.mkdir(parents=True, exist_ok=True)
         analysis_figures(analyze(name, w_max=FIGURE_W_MAX), folder)
         print(f"figures/{name}/")
-    for pattern, draw in (
+
+    def validated(result: dict[str, Any], name: str, folder: Path) -> object:
+        return validation_figures(result["validation"], name, folder)
+
+    drawn: tuple[tuple[str, Callable[[dict[str, Any], str, Path], object]], ...] = (
         ("restore-*.json", restore_figure),
-        ("calibrate-*.json", precision_figure),
-    ):
+        (VALIDATED, validated),
+        (CALIBRATED, precision_figure),
+        (CALIBRATED, calibration_figures),
+    )
+    for pattern, draw in drawn:
         for path, document in recorded(pattern):
             name = model_name(path, document)
-            draw(document["result"], name, ROOT / "figures" / name)
-            print(f"figures/{name}/ from {path.name}")
+            if embedded(name) and trained(document["result"]):
+                draw(document["result"], name, ROOT / "figures" / name)
+                print(f"figures/{name}/ from {path.name}")
 
 
 def main() -> int:

@@ -196,10 +196,18 @@ def interventions(result: Result) -> str:
 # --- calibrate ------------------------------------------------------------------------------------
 
 
+README_FORMATS = (
+    *("fp32", "fp16", "bf16", "int8-step", "int8-step-stochastic", "int8-step+reorder"),
+    *("damp", "damp-random", "damp+reorder", "int8-every-16", "damp-every-16"),
+)
+"""Formats of the README's table; docs/results.md has all."""
+
+
 def precision(result: Result) -> str:
-    """What each storage format of the live state does to the model's next tokens."""
+    """What storage formats of the live state do to the model's next tokens: the short table of the README."""
+    found = {row["format"]: row for row in result["validation"]}
     rows = []
-    for row in result["validation"]:
+    for row in (found[name] for name in README_FORMATS if name in found):
         spread = row["kl_error"]
         kl = f"{row['kl']:.2e}" + (f" ± {spread:.0e}" if spread is not None else "")
         bits = f"{row['bits_per_value']:g}"
@@ -218,34 +226,14 @@ def precision(result: Result) -> str:
         )
     columns = ["format", "bits/value", "KL, nats/token", "same top-1", "state error", "perplexity"]
     sequences, updates = result["validation_sequences"], result["validation_positions"]
-    table = markdown(columns, rows)
-    below = f"{sequences} sequences of {updates:,} updates; ± is the standard error."
-    return f"{table}\n\n{below}{_precision_findings(result)}"
-
-
-def _precision_findings(result: Result) -> str:
-    """Where INT8's error sits and what predicts its accumulation; empty for older recordings."""
-    parts = []
-    shares = result.get("error_concentration", {})
-    if "plain" in shares:
-        text = (
-            f"The worst 12.5 % of key channels hold {percent(shares['plain']['mean_over_heads'])}"
-        )
-        text += " of the squared INT8 error"
-        if "reordered" in shares:
-            text += f", {percent(shares['reordered']['mean_over_heads'])} after +reorder"
-        parts.append(text + " (mean over heads).")
-    known = {name: row["spearman"] for name, row in result.get("risk_prediction", {}).items()}
-    if known.get("damp") is not None and known.get("error-only") is not None:
-        parts.append(
-            f"Rank correlation with the error that INT8 accumulated: risk {known['damp']:.3f}, "
-            f"local error {known['error-only']:.3f}."
-        )
-    for name, gap in result.get("key_order_gap", {}).items():
-        parts.append(f"J of {name} lies {100 * gap:+.1f} % from channels per value head.")
-    for name, reason in result.get("skipped", {}).items():
-        parts.append(f"{name} is undefined: {reason}.")
-    return "".join(f" {part}" for part in parts)
+    seeds = len(result.get("validation_seeds", [0]))
+    missing = sum(name.startswith("seed-") for name in result.get("unfinished") or [])
+    below = f"{sequences} sequences of {updates:,} updates"
+    if missing:
+        below += f" from {seeds} of {seeds + missing} seeds (the time on the GPU ended)"
+    elif seeds > 1:
+        below += f" from {seeds} seeds"
+    return f"{markdown(columns, rows)}\n\n{below}; ± is the standard error over sequences."
 
 
 # --- bench update ---------------------------------------------------------------------------------
@@ -274,40 +262,6 @@ def update(result: Result) -> str:
         )
     columns = ["layer of", "ran on", "bits", "update", "FP32 over this", "GB/s", "plain pass GB/s"]
     return markdown(columns, rows)
-
-
-# --- analyze --validate ---------------------------------------------------------------------------
-
-
-def validation(result: Result) -> str:
-    """Rank agreement of static horizons with what prefixes showed, and agreement at each cutoff."""
-    found = result["validation"]
-    ranks = [
-        [
-            label,
-            significant(found[key]["median"]),
-            f"{significant(found[key]['lower_quartile'])} to {significant(found[key]['upper_quartile'])}",
-            f"{found[key]['pairs']:,}",
-        ]
-        for label, key in (("observed horizon H_e", "horizons"), ("state norm M_S", "magnitudes"))
-    ]
-    decisions = [
-        [
-            f"{cutoff['w_max']:,}",
-            percent(cutoff["same_side"]),
-            f"{cutoff['omitted']:,}",
-            f"{cutoff['omitted_but_longer']:,}",
-        ]
-        for cutoff in found["cutoffs"]
-    ]
-    columns = ["static horizon against", "Spearman, median", "quartiles", "prefix-layer pairs"]
-    cutoffs = ["W_max", "same side under H_s and H_e", "omitted", "omitted though H_e is longer"]
-    note = (
-        f"{found['prefixes']} prefixes of {found['tokens']:,} tokens ({found['source']}); units are "
-        "counted once per prefix. Published medians (DASC, Table 1b): H_e .801 Qwen3-Next, .856 "
-        "Kimi-Linear, .895 Kimi-K3; M_S .632, .533, .443."
-    )
-    return f"{markdown(columns, ranks)}\n\n{markdown(cutoffs, decisions)}\n\n{note}"
 
 
 # --- bench decode ---------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import calibration_tables as tables
+import findings
 import pytest
 
 from hybridstate import api
@@ -78,6 +79,36 @@ def test_every_table_names_its_rows_and_its_sample(result: dict[str, Any]) -> No
         assert widths
 
 
+def test_missing_seeds_are_said_wherever_seeds_are_counted(result: dict[str, Any]) -> None:
+    cut = result | {"unfinished": ["seed-2", "seed-3", "greedy"]}
+    assert "from 2 of 4 seeds" in tables.formats(cut)
+    assert "over 2 of 4 seeds" in tables.agreement(cut)
+    text = findings.precision({"tiny": cut | {"validation": with_errors_only(cut)}})
+    assert "2 of 4 seeds. Seed 2, seed 3 and the greedy row are missing" in text
+    assert tables.unfinished(result) == ""
+
+
+def with_errors_only(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows with one more, as if channels had also been chosen by their local error."""
+    damp = next(row for row in result["validation"] if row["format"] == "damp")
+    return [*result["validation"], damp | {"format": "damp-error-only"}]
+
+
+def test_sentences_hold_the_numbers_of_the_recording(result: dict[str, Any]) -> None:
+    named = {"tiny": result | {"validation": with_errors_only(result)}}
+    rows = tables.by_format(result)
+    text = findings.precision(named)
+    assert "local error: 1.00 (seeds 1.00 to 1.00)" in text
+    assert f"random channels {findings.times(result, 'damp-random', 'damp')}" in text
+    assert "2 seeds." in text
+    assert "nothing is claimed for large models" in text
+    assert f"{rows['nvfp4']['steps']['state_error'][0]:.2g} after 1" in text
+    assert findings.precision({"tiny": result}) == ""  # needs the selectors
+    assert (findings.steps(named) == "") == (rows["int8-step"]["steps"]["slope"] is None)
+    lost = findings.answers(named)
+    assert "in no format" in lost  # equal rows, no standard error of the difference
+
+
 def test_older_recordings_give_what_they_have() -> None:
     row = {
         "format": "fp16",
@@ -102,6 +133,8 @@ def test_older_recordings_give_what_they_have() -> None:
     }
     found = {title: table(old) for title, table in tables.TABLES}
     assert [title for title, text in found.items() if text] == ["Storage formats of the live state"]
+    for sentence in (findings.precision, findings.selectors, findings.steps, findings.answers):
+        assert sentence({"old": old}) == ""
 
 
 def test_pictures_have_their_numbers_beside_them(result: dict[str, Any], tmp_path: Path) -> None:

@@ -1,9 +1,14 @@
 """Tables and pictures of recorded results show what the file says, cell by cell."""
 
 import csv
+import json
 from pathlib import Path
 from typing import Any
 
+import findings
+import generate
+import pytest
+import scale_tables
 import tables
 
 from hybridstate.figures import precision_figure, restore_figure
@@ -115,23 +120,6 @@ def test_decode_table_compares_with_fp32_at_the_same_batch() -> None:
     assert damp == ["batch 8, damp", "gluon, graph", "1,628,160", "2 ms", "1.50x", "1,234.5"]
 
 
-def test_validation_table_holds_ranks_and_decisions() -> None:
-    ranks = {"median": 0.5, "lower_quartile": 0.25, "upper_quartile": 0.75, "pairs": 48}
-    cutoff = {"w_max": 64, "same_side": 0.625, "omitted": 1234, "omitted_but_longer": 8}
-    found = {
-        "horizons": ranks,
-        "magnitudes": ranks,
-        "cutoffs": [cutoff],
-        "prefixes": 8,
-        "tokens": 1024,
-        "source": "a book",
-    }
-    text = tables.validation({"validation": found})
-    assert "| observed horizon H_e | 0.5 | 0.25 to 0.75 | 48 |" in text
-    assert "| 64 | 62.5 % | 1,234 | 8 |" in text
-    assert "8 prefixes of 1,024 tokens (a book)" in text
-
-
 def test_short_tables_have_a_row_a_batch_and_a_column_a_state() -> None:
     rows = [
         {"batch": 8, "state": state, "tpot_s": {"median": t}, "step_s": {"median": t / 1000}}
@@ -177,6 +165,74 @@ def test_precision_table() -> None:
     assert int8 == ["int8-step", "9", "9.00e-03 ± 2e-04", "99.10 %", "0.0900", "1.0090x"]
     assert damp[:3] == ["damp", "9.875", "6.50e-03"]
     assert "3 sequences of 191 updates" in text
+
+
+def test_precision_table_is_short_and_counts_missing_seeds() -> None:
+    rows = [CALIBRATION["validation"][2] | {"format": f"damp-k{k}"} for k in (4, 8)]
+    cut = {"validation_seeds": [0, 1, 2], "unfinished": ["seed-3", "greedy"]}
+    text = tables.precision(CALIBRATION | cut | {"validation": CALIBRATION["validation"] + rows})
+    assert "damp-k4" not in text
+    assert "from 3 of 4 seeds (the time on the GPU ended)" in text
+
+
+def test_full_size_table_adds_up_and_says_synthetic() -> None:
+    found = {
+        document["result"]["model"]["name"]: document["result"]
+        for _, document in generate.recorded("calibrate-*.json")
+        if generate.synthetic(document["result"])
+    }
+    text = scale_tables.at_scale(found)
+    table = cells(text.split("\n\n")[0])
+    for column, result in enumerate(found.values(), start=1):
+        seconds = [float(row[column]) for row in table[2:] if row[0].endswith(", s")]
+        wall = float(next(row for row in table if "wall" in row[0])[column].strip("*"))
+        total = seconds.pop()  # the table's own sum
+        assert sum(seconds) == pytest.approx(wall, abs=0.05 * len(seconds))
+        assert total == pytest.approx(wall, abs=0.1)
+        measured = result["measured"]
+        cost = measured["recorded_step_ms"] / measured["plain_step_ms"] - 1
+        assert f"{100 * cost:.1f} %" in text
+        assert cost < 0.3
+        assert result["synthetic"]
+    assert all("synthetic" in head for head in table[0][1:])
+
+
+def test_emitted_table_counts_what_each_module_compared() -> None:
+    found = {
+        "ok": True,
+        "seconds": 7.1,
+        "output": ["packing   ok", "triton, tables ok", "triton ok"],
+    }
+    failed = found | {"ok": False, "output": ["packing   ok", "triton 0.3 FAILED"]}
+    modules = {"a geometry": found, "another": failed}
+    text = scale_tables.emitted({"device": "cuda", "calibrations": "synthetic", "modules": modules})
+    assert "| a geometry | all passed | packing, triton 2 | 7.1 |" in text
+    assert "| another | FAILED | packing | 7.1 |" in text
+
+
+def test_sentences_of_validations_hold_recorded_numbers() -> None:
+    results = {
+        generate.model_name(path, document): document["result"]
+        for path, document in generate.recorded(generate.VALIDATED)
+    }
+    text = findings.validation(results)
+    for result in results.values():
+        cutoffs = result["validation"]["cutoffs"]
+        assert f"{sum(c['omitted_but_longer'] for c in cutoffs):,} (" in text
+    assert "flat" in findings.gate_input(results)
+    assert findings.intervention({}) == findings.decay({}) == findings.gate_input({}) == ""
+
+
+def test_every_recorded_table_is_on_the_page_once() -> None:
+    page = generate.results()
+    assert "`tiny-gdn`" in page
+    for section in generate.RESULTS:
+        if list(generate.recorded(section.pattern)):
+            assert page.count(f"{'#' * section.level} {section.title}\n") <= 1
+    for path in sorted(generate.BENCHMARKS.glob("*.json")):
+        if path.name not in ("header-fuzz.json", "reading.json"):
+            assert f"(../benchmarks/{path.name})" in page, path.name
+    assert json.dumps("nan") not in page
 
 
 def test_precision_figure_keeps_the_numbers_behind_it(tmp_path: Path) -> None:

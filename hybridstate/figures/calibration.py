@@ -16,12 +16,15 @@ Result = Mapping[str, Any]
 
 OVER_STEPS = (
     *("bf16", "fp16", "int8-step", "int8-step+reorder", "damp+reorder"),
-    *("int8-every-16", "damp-every-16"),
+    *("int8-every-16", "damp-every-16", "int8-step-stochastic", "int8-feedback-fp16", "nvfp4"),
 )
-"""Formats whose growth is drawn, where they were run."""
+"""Formats whose growth is drawn, where they were run; those beyond the colours are dashed."""
+DIVERGED = 2.0
+"""Relative errors of a state above this are cut off in the picture and said in words: nothing of the state is left."""
 LABELLED = (
     *("fp16", "bf16", "fp8", "int8-step", "int8-step+reorder", "int4", "int4+reorder", "nvfp4"),
     *("damp", "damp+reorder", "damp-int4+reorder", "int8-every-16", "damp-every-16"),
+    *("int8-step-stochastic", "int8-feedback-int4", "int8-feedback-fp16"),
 )
 """Formats that the picture of bits names."""
 KINDS = ("one format", "FP16 key channels", "deferred, with ring", "feedback, stochastic")
@@ -117,7 +120,8 @@ def channel_error_figure(result: Result, model: str, folder: Path) -> bool:
 
 def bits_figure(result: Result, model: str, folder: Path) -> bool:
     """KL against bits per state value, ring included, and against the number of FP16 channels."""
-    rows = [row for row in result["validation"] if row["kl"] > 0]
+    twice = {"damp-k0", f"damp-k{result.get('k_hi')}"}  # int8-step and damp under another name
+    rows = [r for r in result["validation"] if r["kl"] > 0 and r["format"] not in twice]
     if len(rows) < 3:
         return False
     figure = new_figure(11.4, 4.4)
@@ -184,17 +188,23 @@ def steps_figure(result: Result, model: str, folder: Path) -> bool:
     names = [name for name in OVER_STEPS if name in rows] or list(rows)[: len(COLOURS)]
     middle = [np.sqrt(first * last) for first, last in bins]
     ends = [last for _, last in bins]
-    figure = new_figure(9.6, 3.8)
+    figure = new_figure(9.6, 4.0)
     left, right = figure.subplots(1, 2)
     table: list[tuple[object, ...]] = []
-    for name, colour in zip(names, COLOURS, strict=False):
+    cut: list[str] = []
+    for number, name in enumerate(names):
+        colour = COLOURS[number % len(COLOURS)]
+        dashed = "o-" if number < len(COLOURS) else "o--"
         found = rows[name]["steps"]
         mean, error = np.array(found["kl"]), np.array(found["kl_error"], dtype=float)
         label = name if found["slope"] is None else f"{name} (slope {found['slope']:.2f})"
-        left.plot(middle, mean, "o-", markersize=3, linewidth=1, color=colour, label=label)
+        left.plot(middle, mean, dashed, markersize=3, linewidth=1, color=colour, label=label)
         low = np.maximum(mean - error, mean * 0.1)
         left.fill_between(middle, low, mean + error, color=colour, alpha=0.15, linewidth=0)
-        right.plot(ends, found["state_error"], "o-", markersize=3, linewidth=1, color=colour)
+        state = np.array(found["state_error"])
+        inside = np.where(state > DIVERGED, np.nan, state)
+        right.plot(ends, inside, dashed, markersize=3, linewidth=1, color=colour)
+        cut += [f"{name} goes on to {state[-1]:.1g}"] if np.isnan(inside).any() else []
         table += [
             (name, first, last, digits(k), "" if e is None else digits(e), digits(s))
             for (first, last), k, e, s in zip(
@@ -205,6 +215,8 @@ def steps_figure(result: Result, model: str, folder: Path) -> bool:
     right.set_ylabel("relative error of the state")
     left.set_xlabel("decode step (bins of powers of two)")
     right.set_xlabel("decode steps done")
+    if cut:
+        right.text(0.02, 0.97, "\n".join(cut), transform=right.transAxes, fontsize=7, va="top")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")

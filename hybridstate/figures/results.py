@@ -8,6 +8,11 @@ import numpy as np
 
 from hybridstate.figures.style import COLOURS, digits, new_figure, save_figure
 
+_PRECISION = (
+    *("fp16", "bf16", "int8-step", "int8-step-stochastic", "damp", "damp+reorder", "damp-every-16"),
+)
+"""Formats that the short picture draws, one colour each; `calibration_figures` draws all."""
+
 
 def restore_figure(result: Mapping[str, Any], model: str, folder: Path) -> None:
     """Answers and prose after restoring, against the cutoff: NR, WR, random masks, dense.
@@ -85,14 +90,15 @@ def restore_figure(result: Mapping[str, Any], model: str, folder: Path) -> None:
 
 
 def precision_figure(result: Mapping[str, Any], model: str, folder: Path) -> None:
-    """KL of each storage format, and how its state error grows with the updates.
+    """KL of the main storage formats, and how their state error grows with the updates.
 
     Args:
         result: the document of `calibrate`.
         model: its name, for the title.
         folder: existing; gets precision.png and precision.csv.
     """
-    formats = [row for row in result["validation"] if row["kl"] > 0]
+    found = {row["format"]: row for row in result["validation"] if row["kl"] > 0}
+    formats = [found[name] for name in _PRECISION if name in found]
     steps = result["validation_steps"]
     figure = new_figure(9.2, 3.0)
     points, curves = figure.subplots(1, 2)
@@ -105,7 +111,7 @@ def precision_figure(result: Mapping[str, Any], model: str, folder: Path) -> Non
             steps, row["state_error_steps"], "o-", markersize=3, color=colour, label=row["format"]
         )
     points.set_yticks(
-        places, [f"{row['format']} ({row['bits_per_value']:g} bits)" for row in formats], fontsize=8
+        places, [f"{row['format']} ({_bits(row):.4g} bits)" for row in formats], fontsize=8
     )
     points.set_xscale("log")
     points.set_xlabel("KL to FP32 in nats per token, with standard error")
@@ -118,15 +124,20 @@ def precision_figure(result: Mapping[str, Any], model: str, folder: Path) -> Non
     for axes in (points, curves):
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(
-        f"{model}: live state stored in each format, requantised at every update",
+        f"{model}: live state stored in each format, written at every update (every-16: at each 16th)",
         fontsize=10,
         x=0.01,
         ha="left",
     )
     rows = [
-        (row["format"], digits(row["bits_per_value"]), digits(row["kl"]), step, digits(error))
+        (row["format"], digits(_bits(row)), digits(row["kl"]), step, digits(error))
         for row in formats
         for step, error in zip(steps, row["state_error_steps"], strict=True)
     ]
     header = ("format", "bits_per_value", "kl_nats_per_token", "updates", "state_error")
     save_figure(figure, folder / "precision", header, rows)
+
+
+def _bits(row: Mapping[str, Any]) -> float:
+    """Bits per value, the ring of a deferred format included."""
+    return float(row.get("bits_per_value_with_ring", row["bits_per_value"]))

@@ -1,0 +1,116 @@
+"""Tables of docs/results.md about full size: what a calibration costs there, emitted modules run by themselves.
+
+Weights, decays and calibrations behind them are synthetic; every table says so.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from calibration_tables import paper
+from tables import Result, markdown, percent
+
+STAGES = {
+    "load": "weights made on the GPU",
+    "prefill": "prefill",
+    "generate": "generation, recorded",
+    "write": "writing that generation did not hide",
+    "plain generation, for comparison": "plain generation, for comparison",
+    "read": "reading the records",
+    "risk": "risk of every channel",
+    "J": "objective J of each format",
+    "validate-prefill": "validation, prefill",
+    "validate": "validation, decode steps",
+    "other": "everything else",
+}
+"""Stages of a run in the order they happen; their seconds add up to the wall time."""
+PUBLISHED = {"qwen3_5_moe": "qwen36", "kimi_linear": "kimi_linear"}
+
+
+def at_scale(results: Mapping[str, Result]) -> str:
+    """Where the time of a paper-profile calibration goes, a column per geometry, with memory and disk."""
+    found = list(results.values())
+    measured = [result["measured"] for result in found]
+    minutes = paper()["damp.calibration_minutes"]
+    rows = [
+        [f"{label}, s", *(f"{m['stages_s'][stage]:.1f}" for m in measured)]
+        for stage, label in STAGES.items()
+        if all(stage in m["stages_s"] for m in measured)
+    ]
+    unnamed = {stage for m in measured for stage in m["stages_s"]} - STAGES.keys()
+    rows += [
+        [f"{stage}, s", *(f"{m['stages_s'].get(stage, 0.0):.1f}" for m in measured)]
+        for stage in sorted(unnamed)
+    ]
+    rows += [
+        ["**wall time, s**", *(f"**{m['wall_s']:.1f}**" for m in measured)],
+        ["sum of the stages, s", *(f"{sum(m['stages_s'].values()):.1f}" for m in measured)],
+        ["DAMP A.2, trained model", *(_minutes(result, minutes) for result in found)],
+        ["one recorded step, ms", *(f"{m['recorded_step_ms']:.2f}" for m in measured)],
+        ["one plain step, ms", *(f"{m['plain_step_ms']:.2f}" for m in measured)],
+        [
+            "cost of recording",
+            *(percent(m["recorded_step_ms"] / m["plain_step_ms"] - 1) for m in measured),
+        ],
+        ["peak on the GPU, GB", *(_gb(m, "device_allocated_bytes") for m in measured)],
+        ["reserved there, GB", *(_gb(m, "device_reserved_bytes") for m in measured)],
+        ["peak on the host, GB", *(_gb(m, "host_rss_bytes") for m in measured)],
+        ["recorded on disk, GB", *(f"{m['recorded_bytes'] / 1e9:.1f}" for m in measured)],
+        ["sequences at once", *(str(m["generation"]["batch"]) for m in measured)],
+        ["rows validated at once", *(str(m["validation"]["rows"]) for m in measured)],
+    ]
+    table = markdown(["", *(f"{name}, synthetic weights" for name in results)], rows)
+    protocol = found[0]["protocol"]
+    formats = ", ".join(row["format"] for row in found[0]["validation"])
+    return (
+        f"{table}\n\nThe whole paper profile: {3 * protocol['prompts_per_split']} prompts a domain of "
+        f"{protocol['input_tokens']:,} tokens, {protocol['new_tokens']:,} generated tokens each, "
+        f"{protocol['dtype']} weights, validation of {formats} on {found[0]['validation_sequences']} sequences. "
+        "Stages are seconds of one run on one GPU. The published times are for trained weights on other "
+        "software; what they include is not said. The divergences of synthetic weights are in the files "
+        "and say nothing: "
+        f"FP16 alone gives a KL of {_fp16(found)}."
+    )
+
+
+def _fp16(results: list[Result]) -> str:
+    rows = [row for result in results for row in result["validation"] if row["format"] == "fp16"]
+    return " and ".join(f"{row['kl']:.2f}" for row in rows)
+
+
+def _gb(measured: Result, key: str) -> str:
+    return f"{measured['peak_memory'][key] / 1e9:.1f}"
+
+
+def _minutes(result: Result, minutes: Mapping[str, Any]) -> str:
+    name = PUBLISHED.get(result["model"]["family"])
+    return f"{minutes[name]:g} min" if name else ""
+
+
+def emitted(result: Result) -> str:
+    """What each emitted module's own check compared, and how long it took to come and go."""
+    rows = [
+        [
+            name,
+            "all passed" if found["ok"] else "FAILED",
+            ", ".join(_checks(found["output"])),
+            f"{found['seconds']:.1f}",
+        ]
+        for name, found in result["modules"].items()
+    ]
+    columns = ["module for", "result", "compared with its reference", "s, compilation included"]
+    return (
+        f"{markdown(columns, rows)}\n\nEach line is `python module.py --check` in a process of its own "
+        f"on {result['device']}: "
+        f"one file with torch and triton alone. Geometries are published, calibrations {result['calibrations']}."
+    )
+
+
+def _checks(lines: list[str]) -> list[str]:
+    """Backends named in the output, each with how many comparisons it passed."""
+    passed: dict[str, int] = {}
+    for line in lines:
+        words = line.split()
+        if words and words[-1] == "ok":
+            name = words[0].rstrip(",")
+            passed[name] = passed.get(name, 0) + 1
+    return [f"{name} {count}" if count > 1 else name for name, count in passed.items()]
