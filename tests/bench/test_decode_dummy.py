@@ -1,6 +1,7 @@
 """`bench decode --dummy` on small synthetic models: blocks are checked, components sum to the step, bytes add up."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,3 +135,26 @@ def test_components_sum_to_the_step() -> None:
     assert found["between kernels"]["s"] == pytest.approx(20e-3 - sum(s for _, s in kernels))
     assert component("packed_kernel") == component("split_kernel") == "recurrent update"
     assert component("Memset (Device)") == "other kernels"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", sorted(MODELS))
+def test_components_of_a_captured_step_on_a_gpu(kind: str, tmp_path: Path) -> None:
+    name, changes = MODELS[kind]
+    wide = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    if kind == "kda":
+        wide = {"linear_attn_config": {**changes["linear_attn_config"], "head_dim": 128}}
+    loaded = dummy_model(small(tmp_path / name, name, **{**changes, **wide}), device="cuda")
+    result = decode_dummy.run_dummy_decode(loaded, OPTIONS, heldout_text()).to_json()
+    mixtures = result["replaced_modules"]["mixtures"]
+    assert result["replaced_modules"]["linear"] == 3
+    assert mixtures >= 3
+    for row in result["rows"]:
+        assert row["mode"] == "cuda-graph"
+        parts = row["components"]
+        assert sum(part["s"] for part in parts.values()) == pytest.approx(row["tpot_s"]["median"])
+        assert parts["recurrent update"]["launches"] == parts["convolution"]["launches"] == 3
+        assert parts["experts"]["launches"] == 5 * mixtures
+        assert parts["attention"]["launches"] >= 3
+        assert parts["output layer"]["launches"] == 1
+        assert row["bytes_s"] > 0
