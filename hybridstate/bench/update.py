@@ -26,11 +26,13 @@ from hybridstate.bench.layers import (
 from hybridstate.bench.peers import peer_rows
 from hybridstate.bench.timing import Samples, device_record, measure_launches, rotation
 from hybridstate.bench.update_report import UpdateReport, UpdateRow
+from hybridstate.bench.update_ring import ring_rows
 from hybridstate.defaults import GROUP
 from hybridstate.errors import MissingRequirement, NumericError, UsageError
 from hybridstate.kernels import update
 from hybridstate.kernels.fusion import NO_FUSION, StepFusion
 from hybridstate.kernels.layout import DenseLayout, Layout, PackedLayout
+from hybridstate.kernels.ring_reference import LONGEST
 
 __all__ = [
     "EMBEDDED",
@@ -96,6 +98,7 @@ def run_update(
     formats: Sequence[str] = FORMATS,
     gates: Sequence[str] | None = None,
     overlap: bool = False,
+    requantise_every: Sequence[int] = (),
     device: torch.device | str = "cpu",
     samples: int = 30,
     warmup: int = 3,
@@ -110,6 +113,8 @@ def run_update(
         formats: of `FORMATS`.
         overlap: every launch may read its states beside the end of the launch before, which works on other slots
             (programmatic dependent launch; all formats alike, the plain packed Triton kernel apart).
+        requantise_every: also time the packed step that rewrites a state once in so many steps, 2 to 16 each
+            (`update_ring`).
         gates: of `GATES`; None means fused on a GPU, given on a CPU.
         device: where to run; on a CPU the reference runs and the report says so.
         samples, warmup: rounds of measurement and before it.
@@ -125,7 +130,7 @@ def run_update(
     on_gpu = device.type == "cuda"
     batches = tuple(batches or (GPU_BATCHES if on_gpu else CPU_BATCHES))
     gates = tuple(gates or (GATES[:1] if on_gpu else GATES[1:]))
-    _check_arguments(formats, batches, gates, samples, device)
+    _check_arguments(formats, batches, gates, samples, requantise_every, device)
     report: Progress = progress or (lambda _stage, _done, _total: None)
     rows: list[UpdateRow] = []
     total = len(dims) * len(batches) * len(formats) * len(gates)
@@ -141,6 +146,11 @@ def run_update(
             row = _measured(layer, state, batch, checked, device, samples, warmup, seed, fused)
             rows.append(row)
             report("updates", len(rows), total)
+    rings = tuple(
+        ring_rows(
+            dims, batches, requantise_every, gates, overlap, device, samples, warmup, seed, report
+        )
+    )
     peers = peer_rows(dims, batches, gates, device, samples, warmup, seed, report)
     protocol = {
         "inputs": "synthetic: normal q, k, v and states; decay exp(-U(0, 0.2)) or random raw gates",
@@ -154,7 +164,7 @@ def run_update(
         "warmup": warmup,
         "seed": seed,
     }
-    return UpdateReport(device_record(device), protocol, tuple(rows), peers)
+    return UpdateReport(device_record(device), protocol, tuple(rows), peers, rings)
 
 
 def _check_arguments(
@@ -162,8 +172,15 @@ def _check_arguments(
     batches: Sequence[int],
     gates: Sequence[str],
     samples: int,
+    requantise_every: Sequence[int],
     device: torch.device,
 ) -> None:
+    wrong = [every for every in requantise_every if not 2 <= every <= LONGEST]
+    if wrong:
+        raise UsageError(
+            f"a state is rewritten once in 2 to {LONGEST} steps, not in {wrong[0]}",
+            hint=f"every step is the format damp; --requantise-every takes 2 to {LONGEST}",
+        )
     if not set(gates) <= set(GATES):
         raise UsageError(f"unknown gate in {list(gates)}", hint=f"choose from {', '.join(GATES)}")
     unknown = [x for x in formats if x not in FORMATS]

@@ -2,10 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 from hybridstate.bench.layers import UpdateDims
 from hybridstate.bench.timing import Samples
+from hybridstate.bench.update_ring import RingRow
+
+LEAST_WANTED_BATCH: Final = 8
+"""From here on no packed step should be slower than FP32 (smaller ones are recorded)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +81,13 @@ class UpdateReport:
     protocol: dict[str, Any]
     rows: tuple[UpdateRow, ...]
     peers: tuple[dict[str, Any], ...] = ()
+    rings: tuple[RingRow, ...] = ()
 
     def speedups(self) -> list[dict[str, Any]]:
         """Median FP32 time over each other format's, at equal dimensions, batch and gate."""
         base = {(r.dims, r.batch, r.gate): r.step.median for r in self.rows if r.state == "fp32"}
+        others: list[UpdateRow | RingRow] = [r for r in self.rows if r.state != "fp32"]
+        others += self.rings
         return [
             {
                 "dims": r.dims.name,
@@ -89,26 +96,39 @@ class UpdateReport:
                 "state": r.state,
                 "fp32_over_this": base[r.dims, r.batch, r.gate] / r.step.median,
             }
-            for r in self.rows
-            if r.state != "fp32" and (r.dims, r.batch, r.gate) in base
+            for r in others
+            if (r.dims, r.batch, r.gate) in base
+        ]
+
+    def slower_than_fp32(self) -> list[dict[str, Any]]:
+        """Packed steps at `LEAST_WANTED_BATCH` and above that take longer than our FP32 step there."""
+        return [
+            x
+            for x in self.speedups()
+            if x["state"].startswith("damp")
+            and x["batch"] >= LEAST_WANTED_BATCH
+            and x["fp32_over_this"] < 1.0
         ]
 
     def fastest(self) -> list[dict[str, Any]]:
         """The packed step beside the fastest kernel, ours or a peer's, of each width of a state.
 
-        One entry per dimensions, batch and gate; by width (fp32, 16-bit) and by where the new state goes
+        One entry per dimensions, batch and gate, and per ring length and phases where states are requantised later;
+        by width (fp32, 16-bit) and by where the new state goes
         (in_place, out_of_place): who, seconds, and the ratio of its time to the packed step's.
         """
+        packed: list[UpdateRow | RingRow] = [r for r in self.rows if r.state == "damp"]
+        packed += self.rings
         return [
             {
                 "dims": row.dims.name,
                 "batch": row.batch,
                 "gate": row.gate,
+                "state": row.state,
                 "damp_s": row.step.median,
                 "fastest": fastest_rivals(row, self.rows, self.peers),
             }
-            for row in self.rows
-            if row.state == "damp"
+            for row in packed
         ]
 
     def to_json(self) -> dict[str, Any]:
@@ -117,14 +137,16 @@ class UpdateReport:
             "device": self.device,
             "protocol": self.protocol,
             "rows": [row.to_json() for row in self.rows],
+            "rings": [row.to_json() for row in self.rings],
             "speedups": self.speedups(),
+            "slower_than_fp32": self.slower_than_fp32(),
             "fastest": self.fastest(),
             "peers": list(self.peers),
         }
 
 
 def fastest_rivals(
-    row: UpdateRow, rows: Sequence[UpdateRow], peers: Sequence[dict[str, Any]]
+    row: UpdateRow | RingRow, rows: Sequence[UpdateRow], peers: Sequence[dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """By "width, place", the fastest unquantised step at the dimensions, batch and gate of a packed row."""
     found: list[tuple[str, str, float]] = [

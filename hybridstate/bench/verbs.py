@@ -110,6 +110,7 @@ def bench_update(
     states: Sequence[str] | None = None,
     gates: Sequence[str] | None = None,
     overlap: bool = False,
+    requantise_every: Sequence[int] = (),
     batches: Sequence[int] | None = None,
     samples: int = 30,
     device: str = "auto",
@@ -124,6 +125,7 @@ def bench_update(
         states: of `fp32`, `bf16`, `fp16`, `damp`; all by default.
         gates: of `fused` (raw projections enter the kernel) and `given`; fused on a GPU, given on a CPU by default.
         overlap: launches of every format may overlap (programmatic dependent launch).
+        requantise_every: also time packed steps that rewrite a state once in so many steps, 2 to 16 each.
         batches: requests per step.
         samples: measured rounds.
         device: `auto`, `cpu` or `cuda`.
@@ -162,6 +164,7 @@ def bench_update(
         formats=states or FORMATS,
         gates=gates,
         overlap=overlap,
+        requantise_every=requantise_every,
         device=target,
         samples=samples,
         progress=progress,

@@ -144,16 +144,53 @@ def update_tables(out: Output, result: dict[str, Any]) -> None:
         f"{result['protocol']['inputs']}; every step was first checked against float64"
         + reference_note(result["rows"]),
     )
+    if result["rings"]:
+        out.table(
+            "the packed state rewritten once in L steps, mean over L",
+            (
+                "layer",
+                "batch",
+                "gate",
+                "L",
+                "phases",
+                "ran",
+                "bits",
+                "us",
+                "p90",
+                "MB",
+                "FP32/this",
+            ),
+            [
+                (
+                    row["dims"]["name"],
+                    row["batch"],
+                    row["gate"],
+                    row["every"],
+                    row["phases"],
+                    row["backend"],
+                    row["resident_bits_per_value"],
+                    1e6 * row["step_s"]["median"],
+                    1e6 * row["step_s"]["p90"],
+                    1e-6 * (row["state_bytes"] + row["ring_bytes"] + row["io_bytes"]),
+                    times(
+                        faster.get((row["dims"]["name"], row["batch"], row["gate"], row["state"]))
+                    ),
+                )
+                for row in result["rings"]
+            ],
+            note="bits: resident, state and ring; phases mixed: slots rewrite at different steps",
+        )
     columns = ("fp32, in place", "fp32, out of place", "16-bit, in place", "16-bit, out of place")
     if any(entry["fastest"] for entry in result["fastest"]):
         out.table(
             "the fastest of every other kernel, ours or a peer's, over the packed step's time",
-            ("layer", "batch", "gate", "damp us", *columns),
+            ("layer", "batch", "gate", "state", "us", *columns),
             [
                 (
                     entry["dims"],
                     entry["batch"],
                     entry["gate"],
+                    entry["state"],
                     1e6 * entry["damp_s"],
                     *(times(entry["fastest"].get(c, {}).get("over_damp")) for c in columns),
                 )
@@ -161,6 +198,10 @@ def update_tables(out: Output, result: dict[str, Any]) -> None:
             ],
             note="out of place: the kernel returns a fresh state instead of writing into the pool"
             + "".join(f"; {p['peer']} {p['kernel']}: {p['failed']}" for p in _failed(result))
+            + "".join(
+                f"; {x['dims']}, batch {x['batch']}, {x['state']}: slower than FP32"
+                for x in result["slower_than_fp32"]
+            )
             + reference_note(result["rows"]),
         )
 

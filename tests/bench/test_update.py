@@ -116,6 +116,50 @@ def test_overlap_reaches_every_kernel_that_has_it() -> None:
     assert found.protocol["overlapped_launches"] is True
 
 
+def test_deferred_requantisation_is_timed_beside_the_other_formats() -> None:
+    """Resident bits with the ring, bytes as the mean over L steps, both kinds of phases, in every comparison."""
+    found = run_update(
+        dims=(SMALL, CHANNELS), batches=(2,), formats=("fp32", "damp"), requantise_every=(2, 4), samples=1,
+    )  # fmt: skip
+    assert [(r.dims.name, r.every, r.phases) for r in found.rings] == [
+        (name, every, phases)
+        for name in ("small", "channels")
+        for every in (2, 4)
+        for phases in ("mixed", "aligned")
+    ]
+    document = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    row = document["rings"][2]
+    assert row["backend"] == "reference"
+    packed = 8 * 24 * 2 + 8 * 24 + 8 * 4
+    assert row["state_bytes"] == 2 * 3 * packed * 1.25
+    # 3 entries of FP16 k (one key head) and u (three heads), FP32 sums, int32 phases
+    assert row["ring_bits_per_value"] == 8 * (3 * 2 * (16 + 3 * 24) + 3 * 4 * 4 + 3 * 4) / (
+        3 * 16 * 24
+    )
+    entry = 2 * (3 * 24 + 16)
+    assert row["ring_bytes"] == 2 * (1.5 * entry + 0.75 * entry + 12 * 2.5 + 24)
+    assert row["resident_bits_per_value"] == row["bits_per_value"] + row["ring_bits_per_value"]
+    names = {x["state"] for x in document["speedups"]}
+    assert names == {"damp"} | {
+        f"damp, every {n}, {p}" for n in (2, 4) for p in ("mixed", "aligned")
+    }
+    assert len(document["fastest"]) == 2 * 5
+    assert all("fp32, in place" in x["fastest"] for x in document["fastest"])
+    with pytest.raises(UsageError, match="once in 2 to 16 steps, not in 1"):
+        run_update(dims=(SMALL,), batches=(1,), requantise_every=(1,), samples=1)
+
+
+def test_packed_steps_slower_than_fp32_are_listed_from_batch_8() -> None:
+    layer = UpdateDims("x", "gdn", 1, 1, 8, 32)
+    row = run_update(dims=(layer,), batches=(1,), formats=("damp",), samples=1).rows[0]
+    rows = [
+        replace(row, state=state, batch=batch, step=Samples([seconds]))
+        for batch in (4, 8)
+        for state, seconds in (("fp32", 1.0), ("damp", 2.0))
+    ]
+    assert [x["batch"] for x in UpdateReport({}, {}, tuple(rows)).slower_than_fp32()] == [8]
+
+
 def test_bad_requests_are_refused() -> None:
     with pytest.raises(UsageError, match="unknown state format 'int4'"):
         run_update(dims=(SMALL,), formats=("fp32", "int4"))
@@ -146,6 +190,11 @@ def test_a_gpu_tunes_dense_formats_and_runs_the_packed_kernel() -> None:
     assert rows["damp"].backend in ("gluon", "triton")
     assert len(rows["fp32"].tried) == 7
     assert len(rows["bf16"].tried) == 8
+    ring = run_update(
+        dims=(dims,), batches=(4,), formats=("damp",), requantise_every=(4,), overlap=True,
+        device="cuda", samples=3,
+    ).rings  # fmt: skip
+    assert [(x.phases, x.backend) for x in ring] == [("mixed", "gluon"), ("aligned", "gluon")]
     assert rows["fp32"].pools * 4 * 4 * 128 * 128 * 4 >= 4 * found.device["l2_bytes"]
 
 
