@@ -181,6 +181,16 @@ def update(
             help="Launches of every format may overlap the one before (programmatic dependent launch).",
         ),
     ] = False,
+    requantise_every: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--requantise-every",
+            metavar="L",
+            help="Also time the packed step that keeps the last inputs and rewrites a state once in L steps, "
+            "2 to 16; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
     batch: Batches = None,
     samples: Annotated[
         int, typer.Option("--samples", metavar="N", min=1, help="Measured rounds.")
@@ -207,6 +217,7 @@ def update(
             states=state,
             gates=gate,
             overlap=overlap,
+            requantise_every=requantise_every or (),
             batches=batch,
             samples=samples,
             device=device,
