@@ -1,6 +1,8 @@
 """Stress of the prefix cache, recorded: 100,000 operations without tensors, 2,000 on each embedded model.
 
     python scripts/cache_stress.py -o benchmarks/cache-stress.json
+    python scripts/cache_stress.py --model tiny-gdn -o gdn.json     each model in a process of its own,
+    python scripts/cache_stress.py --join gdn.json --join kda.json -o benchmarks/cache-stress.json
 
 Without tensors every operation is followed by `free + cached + active == size` for each pool, and every loaded slot is
 compared with the prefix it should hold. On a model every greedy reply is compared with a run without a cache; freed
@@ -95,6 +97,21 @@ def on_model(name: str, operations: int, seed: int) -> list[dict[str, Any]]:
     return found
 
 
+def joined(paths: list[Path]) -> dict[str, Any]:
+    """Runs of different models with the same seed as one; their parts without tensors have to be equal."""
+    documents = [json.loads(path.read_text()) for path in paths]
+    first = documents[0]
+    for other in documents[1:]:
+        if other["seed"] != first["seed"] or _decided(other) != _decided(first):
+            raise SystemExit("these runs decided otherwise with the same seed")
+    models = [entry for document in documents for entry in document["models"]]
+    return {**first, "models": models}
+
+
+def _decided(document: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in e.items() if k != "seconds"} for e in document["without_tensors"]]
+
+
 def main() -> None:
     """Run and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -103,17 +120,22 @@ def main() -> None:
     parser.add_argument("--model-operations", type=int, default=2_000, help="on each model")
     parser.add_argument("--model", action="append", help="folder or embedded name, repeatable")
     parser.add_argument("--seed", type=int, default=20)
+    parser.add_argument("--join", type=Path, action="append", help="recorded runs to put together")
     options = parser.parse_args()
-    result = {
-        "without_tensors": without_tensors(options.operations // len(ARMS), options.seed),
-        "models": [
-            entry
-            for name in options.model or ("tiny-gdn", "tiny-kda")
-            for entry in on_model(name, options.model_operations, options.seed)
-        ],
-        "seed": options.seed,
-        "provenance": environment(device="cpu"),
-    }
+    result = (
+        joined(options.join)
+        if options.join
+        else {
+            "without_tensors": without_tensors(options.operations // len(ARMS), options.seed),
+            "models": [
+                entry
+                for name in options.model or ("tiny-gdn", "tiny-kda")
+                for entry in on_model(name, options.model_operations, options.seed)
+            ],
+            "seed": options.seed,
+            "provenance": environment(device="cpu"),
+        }
+    )
     options.output.write_text(json.dumps(result, indent=1) + "\n")
 
 

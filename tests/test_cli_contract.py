@@ -39,6 +39,7 @@ COMMANDS = (
     ("bench", "update"),
     ("bench", "decode"),
     ("bench", "restore"),
+    ("bench", "serve"),
     ("bench", "simulate"),
     ("doctor",),
 )

@@ -15,6 +15,7 @@ VERBS = {
     "bench_exchange",
     "bench_quality",
     "bench_restore",
+    "bench_serve",
     "bench_simulate",
     "bench_update",
     "calibrate",

@@ -9,6 +9,7 @@ from hybridstate.api.exchange import bench_exchange as bench_exchange
 from hybridstate.api.export import export_plan as export_plan
 from hybridstate.api.export import verify as verify
 from hybridstate.api.quality import bench_quality as bench_quality
+from hybridstate.api.serve import bench_serve as bench_serve
 from hybridstate.bench.simulate_verb import bench_simulate as bench_simulate
 from hybridstate.bench.verbs import bench_codecs as bench_codecs
 from hybridstate.bench.verbs import bench_decode as bench_decode

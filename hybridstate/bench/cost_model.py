@@ -1,8 +1,10 @@
 """Seconds of an engine's operations as linear models, and their fit to measured ones.
 
     prefill    fixed + a n + b n c        n new tokens, c the mean of the positions they attend to
+    replay     the same, for the last n tokens of a prefix from the zero state
     decode     fixed + a B + b B s + c K  B requests, s bytes of one live state, K tokens of context in all
-    copy, pack, load, exchange            fixed + a bytes
+    copy, pack, load, exchange, check     fixed + a bytes; check looks for numbers that are not finite
+    keys       fixed + a n                a copy of the attention keys of n tokens
 
 `CostModel.default` is an assumption from rooflines, and says so. `fit` replaces it by least squares on operations that
 a real engine recorded (`recording`), with standard errors.
@@ -25,6 +27,9 @@ TERMS: Final[dict[str, tuple[str, ...]]] = {
     "pack": ("fixed", "per_byte"),
     "load": ("fixed", "per_byte"),
     "exchange": ("fixed", "per_byte"),
+    "check": ("fixed", "per_byte"),
+    "keys": ("fixed", "per_token"),
+    "replay": ("fixed", "per_token", "per_token_context"),
 }
 """Operations and the names of their coefficients, in the order of `features`."""
 
@@ -34,9 +39,10 @@ def features(kind: str, *values: float) -> tuple[float, ...]:
 
     Args:
         kind: of `TERMS`.
-        values: prefill: start, end; decode: requests, bytes of a live state, context tokens; others: bytes.
+        values: prefill, replay: start, end; decode: requests, bytes of a live state, context tokens; keys: tokens;
+            others: bytes.
     """
-    if kind == "prefill":
+    if kind in ("prefill", "replay"):
         start, end = values
         return 1.0, end - start, (end * (end + 1) - start * (start + 1)) / 2
     if kind == "decode":
@@ -73,6 +79,9 @@ class CostModel:
                 "pack": (1e-4, 2 / bandwidth),
                 "load": (1e-4, 2 / bandwidth),
                 "exchange": (5e-5, 1 / link),
+                "check": (1e-4, 1 / bandwidth),
+                "keys": (1e-4, 2 * 8064 / bandwidth),
+                "replay": (4e-3, 2 * active / flops, 4 * attention_width * layers / flops),
             },
             errors={},
         )
@@ -121,6 +130,8 @@ class CostModel:
             if not all(np.isfinite(found)) or min(found) < 0:
                 raise SourceError(f"cost model: {kind} has a negative or infinite coefficient")
             coefficients[kind] = found
+        if "prefill" in document and "replay" not in document:
+            coefficients["replay"] = coefficients["prefill"]
         return cls(str(document.get("source", source)), coefficients, errors)
 
     @classmethod
@@ -147,7 +158,7 @@ def fit(operations: Operations, source: str) -> CostModel:
     """Least squares per operation, weighted by the time itself so that short ones count as much as long ones.
 
     A coefficient that comes out negative is set to zero and the others are fitted again. Operations of which fewer
-    were measured than they have coefficients keep their default.
+    were measured than they have coefficients keep their default, a replay takes the prefill's.
 
     Raises:
         NumericError: a measured time is not positive and finite.
@@ -165,6 +176,8 @@ def fit(operations: Operations, source: str) -> CostModel:
         design = np.array([features(kind, *row[:-1]) for row in rows], float)
         coefficients[kind], errors[kind] = _least_squares(design, seconds)
         fitted.append(f"{kind} ({len(rows)})")
+    if "prefill" in errors and "replay" not in errors:
+        coefficients["replay"] = coefficients["prefill"]
     kept = [kind for kind in TERMS if kind not in errors]
     note = f"; assumed: {', '.join(kept)}" if kept else ""
     return CostModel(

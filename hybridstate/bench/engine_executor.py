@@ -6,11 +6,12 @@ enters the engine with its first prefill or, when all but its last token was cac
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from hybridstate.bench.recording import RecordingStore
+from hybridstate.bench.recording import Operations, RecordingStore
 from hybridstate.bench.scheduler import Request, Seconds
 from hybridstate.errors import NumericError
 from hybridstate.runtime.prefix_cache import PrefixCache
@@ -32,8 +33,22 @@ def device_clock(device: torch.device) -> Clock:
     return settled
 
 
+@dataclass(frozen=True, slots=True)
+class _TimedKeys:
+    """Keys and values of a running request, of which the cache copies what it keeps."""
+
+    executor: "EngineExecutor"
+    keys: Keys
+
+    def cut(self, start: int, end: int) -> Keys:
+        """See `radix.Keys`."""
+        return self.executor.copy_keys(self.keys, start, end)
+
+
 class EngineExecutor:
     """`scheduler.Executor` on a `ServingEngine`.
+
+    Copies of attention keys count like the store's transfers; `operations` has their tokens and seconds.
 
     Args:
         serving: runs requests; its pool is the store's.
@@ -54,6 +69,8 @@ class EngineExecutor:
         self._store = store
         self._clock = clock or device_clock(serving.engine.loaded.device)
         self._live: dict[int, Live] = {}
+        self._seconds = 0.0
+        self.operations: Operations = {"keys": []}
 
     def prefill(self, request: Request, start: int, end: int) -> float:
         """See `Executor`."""
@@ -68,17 +85,19 @@ class EngineExecutor:
 
     def decode(self, batch: Sequence[Request], steps: int) -> Seconds:
         """See `Executor`."""
-        requests = [self._of(request) for request in batch]
         seconds = np.empty(steps)
+        started = self._clock()
+        requests = [self._of(request) for request in batch]  # the first step admits cached prompts
         for number in range(steps):
-            started = self._clock()
             self.serving.decode_step(requests)
-            seconds[number] = self._clock() - started
+            ended = self._clock()
+            seconds[number], started = ended - started, ended
         return seconds
 
     def drain(self) -> float:
         """See `Executor`."""
-        return 0.0 if self._store is None else self._store.take()
+        seconds, self._seconds = self._seconds, 0.0
+        return 0.0 if self._store is None else seconds + self._store.take()
 
     def advance(self, now: float) -> None:
         """Transfers of a device end by themselves."""
@@ -89,7 +108,16 @@ class EngineExecutor:
 
     def keys(self, request: Request, end: int) -> Keys | None:
         """See `Executor`."""
-        return self.serving.keys(self._of(request), end)
+        return _TimedKeys(self, self.serving.keys(self._of(request), end))
+
+    def copy_keys(self, keys: Keys, start: int, end: int) -> Keys:
+        """Timed, as the store's copies are."""
+        started = self._clock()
+        held = keys.cut(start, end)
+        seconds = self._clock() - started
+        self._seconds += seconds
+        self.operations["keys"].append([end - start, seconds])
+        return held
 
     def close(self, request: Request) -> None:
         """See `Executor`."""

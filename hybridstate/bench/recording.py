@@ -4,6 +4,7 @@ A serving benchmark wraps both, and keeps `operations` beside the mean TTFT and 
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from hybridstate.bench.scheduler import Executor, Request, Seconds
 from hybridstate.runtime.radix import Keys, Tokens
@@ -22,8 +23,8 @@ class RecordingStore:
         clock: seconds; has to wait for the device first, or the times are those of launches.
 
     Attributes:
-        operations: copies, packs and loads without a replay. Packs beside the computation are not timed: that would
-            make them wait.
+        operations: copies, packs, checks and loads without a replay. Packs beside the computation are not timed: that
+            would make them wait.
         seconds: since the last `take`; what an executor's `drain` returns.
     """
 
@@ -31,9 +32,14 @@ class RecordingStore:
         self, store: Store, native_bytes: int, packed_bytes: int, clock: Callable[[], float]
     ) -> None:
         self.store = store
-        self.operations: Operations = {"copy": [], "pack": [], "load": []}
+        self.operations: Operations = {"copy": [], "pack": [], "load": [], "check": []}
         self.seconds = 0.0
-        self._bytes = {"copy": native_bytes, "pack": packed_bytes, "load": packed_bytes}
+        self._bytes = {
+            "copy": native_bytes,
+            "pack": packed_bytes,
+            "load": packed_bytes,
+            "check": native_bytes,
+        }
         self._clock = clock
 
     def copy(self, source: int, target: int) -> None:
@@ -59,8 +65,11 @@ class RecordingStore:
         return replayed
 
     def finite(self, slot: int) -> bool:
-        """Passed on."""
-        return self.store.finite(slot)
+        """Timed."""
+        started = self._clock()
+        found = self.store.finite(slot)
+        self._add("check", started)
+        return found
 
     def freed(self, slot: int, *, packed: bool) -> None:
         """Passed on."""
@@ -76,6 +85,33 @@ class RecordingStore:
         self.seconds += seconds
         if keep:
             self.operations[kind].append([self._bytes[kind], seconds])
+
+
+class RecordingReplay:
+    """A replay that is timed by itself; the load around it is not kept as one.
+
+    Args:
+        replay: does the work.
+        clock: seconds, after the device has settled.
+
+    Attributes:
+        operations: rows of start, end and seconds.
+    """
+
+    def __init__(
+        self, replay: Callable[[Prefix, int], Sequence[Any]], clock: Callable[[], float]
+    ) -> None:
+        self.operations: Operations = {"replay": []}
+        self._replay = replay
+        self._clock = clock
+
+    def __call__(self, prefix: Prefix, window: int) -> Sequence[Any]:
+        """Timed."""
+        started = self._clock()
+        found = self._replay(prefix, window)
+        seconds, length = self._clock() - started, len(prefix.tokens)
+        self.operations["replay"].append([length - window, length, seconds])
+        return found
 
 
 class RecordingExecutor:

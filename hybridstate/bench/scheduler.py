@@ -203,13 +203,14 @@ class Scheduler:
                 break
             self._open += 1
             began = True
-            self._send(self._trace.make(number), 0, np.empty(0, np.int32))
+            self._send(self._trace.make(number), 0, np.empty(0, np.int32), self.now)
         return began
 
-    def _send(self, conversation: Conversation, turn: int, before: Tokens) -> None:
+    def _send(self, conversation: Conversation, turn: int, before: Tokens, at: float) -> None:
+        """A turn, sent `at` or when its conversation starts; later turns after a pause."""
         entry = conversation.turns[turn]
         prompt = np.concatenate([before, entry.tokens]) if len(before) else entry.tokens
-        sent = max(self.now, conversation.start or 0.0) if turn == 0 else self.now + self._pause()
+        sent = max(at, conversation.start or 0.0) if turn == 0 else at + self._pause()
         request = Request(conversation, turn, prompt, entry.reply, entry.recorded, sent)
         if sent > self.now:
             heappush(self._later, (sent, conversation.number, request))
@@ -321,7 +322,7 @@ class Scheduler:
         )
         if request.turn + 1 < len(request.conversation.turns):
             history = np.concatenate([request.prompt, output])
-            self._send(request.conversation, request.turn + 1, history)
+            self._send(request.conversation, request.turn + 1, history, request.last)
         else:
             self._open -= 1
 

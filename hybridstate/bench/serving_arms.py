@@ -31,6 +31,9 @@ SCOPES: Final = ("state", "state+kv")
 STATE_TO_KV: Final = 0.9
 """Bytes of state per byte of attention KV in the dense arm's budget (SGLang's `--mamba-full-memory-ratio`)."""
 
+WATERMARK: Final = 2
+"""Free native slots below which an arm with two pools reclaims."""
+
 KIMI_KV_BYTES: Final = 7 * 576 * 2
 """Kimi-Linear's attention bytes per token: 7 MLA layers, 512 + 64 BF16 values each."""
 
@@ -48,6 +51,7 @@ class Arm:
         cached: of a compressed state, None where there is one pool.
         replay: window of a replay at a load in tokens, 0 without one.
         remote_bytes: bytes that the busiest rank sends or receives at a store or load.
+        scratch_bytes: staging that an engine's pools need beyond the rule.
     """
 
     name: str
@@ -55,13 +59,32 @@ class Arm:
     cached: State | None = None
     replay: int = 0
     remote_bytes: int = 0
+    scratch_bytes: int = 0
 
     @property
     def staging_bytes(self) -> int:
         """Beside both pools."""
         if self.cached is None:
             return 0
-        return self.cached.full_bytes + (self.live.full_bytes if self.replay else 0)
+        held = self.cached.full_bytes + self.scratch_bytes
+        return held + (self.live.full_bytes if self.replay else 0)
+
+    @property
+    def kind(self) -> str:
+        """The name without cutoff and placement, such as `nr+int8`."""
+        return "+".join(part.split("-")[0] for part in self.name.split(" ")[0].split("+"))
+
+    @property
+    def balance(self) -> str:
+        """The placement."""
+        return self.name.split(" ")[1] if " " in self.name else "off"
+
+    @property
+    def live_format(self) -> str:
+        """Format of the native pool, as `runtime.pool` calls it."""
+        if self.live.stored == "packed":
+            return "damp"
+        return "bf16" if self.live.name == "bf16" else "fp32"
 
     def pools(
         self,
@@ -72,7 +95,7 @@ class Arm:
         kv_bytes: int = 0,
         scope: Scope = "state",
         policy: str = "lru",
-        watermark: int = 2,
+        watermark: int = WATERMARK,
     ) -> tuple[Pools, dict[str, int]]:
         """Pools in the bytes of `dense_slots` dense slots, and where those bytes went.
 
@@ -132,6 +155,9 @@ class Arm:
         """Bytes per rank and policy."""
         return {
             "arm": self.name,
+            "kind": self.kind,
+            "w_max": None if self.cached is None else self.cached.w_max,
+            "balance": self.balance,
             "live_bytes": self.live.full_bytes,
             "cached_bytes": self.live.full_bytes if self.cached is None else self.cached.full_bytes,
             "replay_window": self.replay,
@@ -157,6 +183,16 @@ class Profile:
     spec: ModelSpec
     horizons: tuple[NDArray[np.float64], ...]
     kv_bytes: int = 0
+
+    def to_json(self, tp: int, balances: Sequence[str]) -> dict[str, Any]:
+        """What the sizes and horizons are."""
+        return {
+            "note": self.note,
+            "synthetic": self.synthetic,
+            "kv_bytes_per_token": self.kv_bytes,
+            "tp": tp,
+            "balances": list(balances),
+        }
 
     def arms(
         self, cutoffs: Sequence[int], *, tp: int = 1, balances: Sequence[Balance] = ("off",)

@@ -8,7 +8,7 @@ takes no memory.
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -101,20 +101,22 @@ def byte_tokens(text: str) -> Sequence[int]:
 
 
 @cache
-def _prose() -> Tokens:
-    """The shipped prose as byte tokens, twice in a row so that every excerpt is one slice."""
+def _prose(encode: Encode) -> Tokens:
+    """The shipped prose as tokens, twice in a row so that every excerpt is one slice."""
     folder = files("hybridstate") / "prompts"
     lines = (folder / "prose.jsonl").read_text(encoding="utf-8").splitlines()
     text = (folder / "heldout.txt").read_text(encoding="utf-8")
     text += "".join(json.loads(line)["text"] for line in lines if line)
-    once = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+    once = np.asarray(encode(text), np.int32)
     return np.concatenate([once, once])
 
 
-def _excerpt(rng: np.random.Generator, length: int, head: str = "") -> Tokens:
-    """`length` byte tokens of prose behind `head`, which keeps excerpts apart from their first tokens on."""
-    prose = _prose()
-    opening = np.frombuffer(head.encode(), np.uint8).astype(np.int32)[:length]
+def _excerpt(
+    rng: np.random.Generator, length: int, head: str = "", encode: Encode = byte_tokens
+) -> Tokens:
+    """`length` tokens of prose behind `head`, which keeps excerpts apart from their first tokens on."""
+    prose = _prose(encode)
+    opening = np.asarray(encode(head), np.int32)[:length] if head else prose[:0]
     rest = length - len(opening)
     if rest > len(prose) // 2:
         raise UsageError(f"an excerpt has at most {len(prose) // 2:,} tokens, asked for {length:,}")
@@ -130,11 +132,12 @@ def wildchat_shape(
     context: int = MAX_CONTEXT,
     reply: int = MAX_REPLY,
     seed: int = 0,
+    encode: Encode = byte_tokens,
 ) -> Trace:
     """Conversations of the published trace's shape, with prose for words.
 
     First prompts are uniform between the bounds; later prompts and replies log-normal (median 64 and 256 tokens), cut
-    so that no context passes `context`. Lengths scale with the bounds for models that were trained on less.
+    so that no context passes `context`. Lengths scale with the bounds for models that were trained on less (`scaled`).
     """
     scale = reply / MAX_REPLY
 
@@ -153,8 +156,8 @@ def wildchat_shape(
                 length = context - total - answer
             if length < 1:
                 break
-            tokens = _excerpt(rng, length, f"{number:08d} " if turn == 0 else "")
-            found.append(Turn(tokens, answer, _excerpt(rng, answer)))
+            tokens = _excerpt(rng, length, f"{number:08d} " if turn == 0 else "", encode)
+            found.append(Turn(tokens, answer, _excerpt(rng, answer, "", encode)))
             total += length + answer
         return Conversation(number, tuple(found))
 
@@ -173,6 +176,7 @@ def shared_prefix(
     question: int = 128,
     reply: int = 256,
     seed: int = 0,
+    encode: Encode = byte_tokens,
 ) -> Trace:
     """Single requests in groups with a common system prompt."""
 
@@ -182,11 +186,11 @@ def shared_prefix(
         own = np.random.Generator(np.random.PCG64([seed, 2, number]))
         tokens = np.concatenate(
             [
-                _excerpt(shared, system, f"{group:08d} "),
-                _excerpt(own, question, f"{number:08d} "),
+                _excerpt(shared, system, f"{group:08d} ", encode),
+                _excerpt(own, question, f"{number:08d} ", encode),
             ]
         )
-        return Conversation(number, (Turn(tokens, reply, _excerpt(own, reply)),))
+        return Conversation(number, (Turn(tokens, reply, _excerpt(own, reply, "", encode)),))
 
     note = (
         f"synthetic: {groups} system prompts of {system:,} tokens, {per_group} questions of {question} tokens to each, "
@@ -201,17 +205,66 @@ def no_sharing(
     prompt: tuple[int, int] = MAX_PROMPT,
     reply: int = 256,
     seed: int = 0,
+    encode: Encode = byte_tokens,
 ) -> Trace:
     """The control: single requests of which no two share a prefix, so no cache can gain anything."""
 
     def make(number: int) -> Conversation:
         rng = np.random.Generator(np.random.PCG64([seed, 3, number]))
         length = int(rng.integers(prompt[0], prompt[1] + 1))
-        tokens = _excerpt(rng, length, f"{number:08d} ")
-        return Conversation(number, (Turn(tokens, reply, _excerpt(rng, reply)),))
+        tokens = _excerpt(rng, length, f"{number:08d} ", encode)
+        return Conversation(number, (Turn(tokens, reply, _excerpt(rng, reply, "", encode)),))
 
     note = f"synthetic: {conversations} unrelated prompts of {prompt[0]:,}-{prompt[1]:,} tokens, replies of {reply}"
     return Trace("no-sharing", True, note, conversations, make)
+
+
+def scaled(scale: float, tokens: int, smallest: int = 1) -> int:
+    """A length of the published trace times the stated factor, for models that were trained on shorter contexts."""
+    return max(smallest, round(scale * tokens))
+
+
+def generated(
+    name: str, conversations: int, *, scale: float = 1.0, encode: Encode = byte_tokens
+) -> Trace:
+    """A generated trace by name, every length times `scale`."""
+    prompt = (scaled(scale, MAX_PROMPT[0], 16), scaled(scale, MAX_PROMPT[1], 32))
+    if name == "wildchat-shape":
+        trace = wildchat_shape(
+            conversations,
+            prompt=prompt,
+            context=scaled(scale, MAX_CONTEXT, 64),
+            reply=scaled(scale, MAX_REPLY, 4),
+            encode=encode,
+        )
+    elif name == "no-sharing":
+        reply = scaled(scale, 256, 2)
+        trace = no_sharing(conversations, prompt=prompt, reply=reply, encode=encode)
+    else:
+        trace = shared_prefix(
+            groups=max(1, conversations // 16),
+            per_group=min(16, conversations),
+            system=scaled(scale, 2_048, 16),
+            question=scaled(scale, 128, 16),
+            reply=scaled(scale, 256, 2),
+            encode=encode,
+        )
+    if scale == 1:
+        return trace
+    return replace(trace, note=f"{trace.note}; lengths are {scale:g} of the published ones")
+
+
+def control_for(clients: int, scale: float = 1.0, encode: Encode = byte_tokens) -> Trace:
+    """Prompts that share nothing, two for every client and at most 512."""
+    return generated("no-sharing", min(512, 2 * clients), scale=scale, encode=encode)
+
+
+def longest(trace: Trace) -> int:
+    """Tokens of the longest conversation, prompts and replies together."""
+    return max(
+        sum(len(turn.tokens) + turn.reply for turn in trace.make(number).turns)
+        for number in range(trace.size)
+    )
 
 
 # -- recorded -----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from hybridstate.cli.bench_exchange import exchange
 from hybridstate.cli.bench_options import Batches, PlanFolder, States
 from hybridstate.cli.bench_output import OutputPath, check_output, finish
 from hybridstate.cli.bench_quality import quality
+from hybridstate.cli.bench_serve import serve
 from hybridstate.cli.bench_simulate import simulate
 from hybridstate.cli.bench_tables import restore_tables, update_tables
 from hybridstate.cli.options import (
@@ -66,6 +67,12 @@ def register(app: typer.Typer) -> None:
         short_help="Serving through the prefix cache, without tensors.",
         epilog="Example: hybridstate bench simulate --ratio 1 --ratio 2 --limit 32 --seeds 1",
     )(simulate)
+    group.command(
+        "serve",
+        short_help="Serving through the prefix cache on the real engine.",
+        epilog="Example: hybridstate bench serve tiny-kda --scale 0.02 --conversations 8 --clients 4 --ratio 1 "
+        "--limit 2 --seeds 1 --arm damp --no-control",
+    )(serve)
     group.command(
         "quality",
         short_help="Answers after compressed hits and in every state format.",

@@ -14,6 +14,7 @@ from hybridstate.figures.planning import bytes_figure, capacity_figure, load_fig
 from hybridstate.figures.results import precision_figure as precision_figure
 from hybridstate.figures.results import restore_figure as restore_figure
 from hybridstate.figures.retained import retained_figure
+from hybridstate.figures.serving import serving_figures as serving_figures
 from hybridstate.figures.validation import VALIDATION_FIGURES as VALIDATION_FIGURES
 from hybridstate.figures.validation import validation_figures as validation_figures
 from hybridstate.plan.analysis import Analysis

@@ -13,7 +13,7 @@ releases the native slot, in the order of the demotions, once the transfer is do
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import blake2b
+from hashlib import sha256
 
 from hybridstate.runtime.admission import Counters, Pools
 from hybridstate.runtime.eviction import eviction_order
@@ -59,7 +59,7 @@ class TwoTier:
         self._agree = agree
         self._moving: deque[_Demotion] = deque()
         self._trail: list[int] = []
-        self._digest = b""
+        self._digest = bytes(32)
 
     @property
     def moving(self) -> tuple[int, ...]:
@@ -68,7 +68,7 @@ class TwoTier:
 
     @property
     def digest(self) -> str:
-        """Hash over the victims and slots of every reclamation so far, in order; equal on all ranks."""
+        """Hash over the victims and slots of every reclamation so far, in order; `exchange.agree` compares it."""
         return self._digest.hex()
 
     # -- slots ---------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class TwoTier:
         """End a reclamation: add what it did, if anything, to the digest."""
         if self._trail:
             text = ",".join(map(str, self._trail)).encode()
-            self._digest = blake2b(self._digest + text, digest_size=16).digest()
+            self._digest = sha256(self._digest + text).digest()
             self.reclamations += 1
             self._trail.clear()
 

@@ -12,17 +12,19 @@ from hybridstate.bench.cost_model import TERMS, CostModel, features, fit
 from hybridstate.bench.recording import RecordingExecutor, RecordingStore
 from hybridstate.bench.scheduler import Limits, Run, Scheduler, Served
 from hybridstate.bench.serving_arms import KIMI_SURVIVAL, Arm, kimi_profile
-from hybridstate.bench.serving_stats import Goal, mean_over_seeds, statistics
-from hybridstate.bench.simulate import (
-    CostedExecutor,
-    Options,
-    Simulation,
-    fit_and_predict,
-    simulate_once,
+from hybridstate.bench.serving_setup import (
+    context_limit,
+    fitting_scale,
+    kv_token_bytes,
+    with_exchange,
 )
-from hybridstate.bench.simulate_verb import kv_token_bytes
+from hybridstate.bench.serving_stats import Goal, mean_over_seeds, statistics
+from hybridstate.bench.simulate import CostedExecutor, Simulation, fit_and_predict, simulate_once
+from hybridstate.bench.sweep import Options
 from hybridstate.bench.traces import (
     MOONCAKE_BLOCK,
+    generated,
+    longest,
     no_sharing,
     read_trace,
     shared_prefix,
@@ -379,6 +381,9 @@ def test_command_prints_one_document(tmp_path: Path, tiny_kda: Path) -> None:
         ["--balance", "none"],
         ["--think", "-1"],
         ["--seeds", "0"],
+        ["--scale", "2"],
+        ["--every", "-1"],
+        ["--conversations", "0"],
     ],
     ids=lambda w: w[0],
 )
@@ -405,9 +410,13 @@ def test_fit_file(tmp_path: Path) -> None:
             stats = statistics(run, cache.counters, clients=8, limit=4, goal=options.goal)
             points.append(
                 {
-                    "arm": arm.name,
+                    **arm.to_json(),
                     "ratio": ratio,
                     "limit": 4,
+                    "slots_native": pools.native,
+                    "slots_compressed": pools.packed,
+                    "kv_tokens": None,
+                    "seeds": [stats],
                     "operations": recording.operations,
                     "mean_ttft_s": stats["mean_ttft_ms"] / 1e3,
                     "token_hit_rate": stats["hybridstate"]["token_hit_rate"],
@@ -423,8 +432,51 @@ def test_fit_file(tmp_path: Path) -> None:
     assert fitted["largest_ttft_error"] < 0.15
     assert fitted["largest_hit_error"] < 0.03
     assert "standard_errors" in fitted["cost_model"]["prefill"]
+    file.write_text(json.dumps({"points": points, "trace": {"note": "another"}}))
+    other = CliRunner().invoke(app, arguments)
+    assert other.exit_code == 3
+    assert "another trace" in other.output
     file.write_text("{}")
     assert CliRunner().invoke(app, arguments).exit_code == 3
+
+
+def test_exchange_file(tmp_path: Path) -> None:
+    """What a placement adds to a store and a load becomes the cost of an exchange; less than nothing is left out."""
+    rows = []
+    for w_max, count in ((16, 1), (16, 8), (64, 1), (64, 8)):
+        remote = 1000 * count * (1 if w_max == 64 else 3)
+        common = {"w_max": w_max, "checkpoints": count}
+        at_home, apart = {"median": 1e-3}, {"median": 1e-3 + 2e-5 + remote / 2 * 1e-9}
+        rows += [
+            {**common, "mode": "off", "remote_bytes": 0, "store_s": at_home, "load_s": at_home},
+            {**common, "mode": "storage", "remote_bytes": remote, "store_s": apart}
+            | {"load_s": {"median": 5e-4} if count == 8 else apart},
+        ]
+    file = tmp_path / "exchange.json"
+    file.write_text(json.dumps({"protocol": {"tp": 2, "backend": "gloo"}, "exchange": rows}))
+    found = with_exchange(COST, file)
+    assert found.coefficients["exchange"] == pytest.approx((2e-5, 1e-9), rel=1e-6)
+    assert "6 measured between 2 ranks (gloo)" in found.source
+    file.write_text(json.dumps({"protocol": {"tp": 2, "backend": "gloo"}, "exchange": rows[:2]}))
+    with pytest.raises(SourceError, match="a fit needs three"):
+        with_exchange(COST, file)
+
+
+def test_lengths_scale_and_the_factor_is_stated() -> None:
+    half = generated("wildchat-shape", 16, scale=0.5)
+    assert "lengths are 0.5 of the published ones" in half.note
+    lengths = [len(half.make(n).turns[0].tokens) for n in range(16)]
+    assert 500 <= min(lengths) <= max(lengths) <= 4_000
+    assert longest(half) <= 8_192
+    assert generated("wildchat-shape", 4).note == wildchat_shape(4).note
+    assert fitting_scale(8_192) == 0.5
+    assert fitting_scale(None) == fitting_scale(1 << 20) == 1.0
+    assert context_limit({"text_config": {"max_position_embeddings": 99}}) == 99
+    assert context_limit({"model_max_length": 7}) == 7
+    shared = generated("shared-prefix", 32, scale=1 / 64)
+    assert np.array_equal(shared.make(0).turns[0].tokens[:32], shared.make(2).turns[0].tokens[:32])
+    words = generated("no-sharing", 2, scale=1 / 64, encode=lambda text: [1] * len(text))
+    assert set(words.make(0).turns[0].tokens.tolist()) == {1}
 
 
 def test_a_recording_store_times_what_the_engine_waits_for() -> None:
@@ -435,7 +487,8 @@ def test_a_recording_store_times_what_the_engine_waits_for() -> None:
     assert first is not None
     cache.checkpoint(first, 3)
     assert store.operations["pack"] == [[4, 1.0]]
-    assert (store.take(), store.take()) == (1.0, 0.0)
+    assert store.operations["check"] == [[10, 1.0]]
+    assert (store.take(), store.take()) == (2.0, 0.0)
     cache.finish(first)
     again = cache.acquire(np.arange(4, dtype=np.int32))
     assert again is not None

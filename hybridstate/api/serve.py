@@ -1,0 +1,171 @@
+"""`bench serve`: conversations through the prefix cache on the real engine, every arm in the same bytes."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridstate.errors import UsageError
+
+Progress = Callable[[str, int, int], None]
+Record = Callable[[dict[str, Any]], None]
+
+
+def bench_serve(
+    model: str | Path,
+    *,
+    plan: str | Path | None = None,
+    gate_input: float | None = None,
+    trace: str = "wildchat-shape",
+    trace_file: Path | None = None,
+    conversations: int = 256,
+    scale: float | None = None,
+    arms: Sequence[str] | None = None,
+    w_max: Sequence[int] | None = None,
+    ratios: Sequence[float] | None = None,
+    limits: Sequence[int] | None = None,
+    clients: int = 256,
+    think: float = 0.0,
+    seeds: int = 5,
+    policy: str = "lru",
+    every: int = 0,
+    budget_scope: str = "state",
+    control: bool = True,
+    fit: bool = False,
+    workers: int = 1,
+    deadline: float | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    progress: Progress | None = None,
+    record: Record | None = None,
+) -> dict[str, Any]:
+    """Serve conversations on the real engine; generated replies are fed back.
+
+    Args:
+        model: folder or embedded name.
+        plan: FP16 channels and orders of the packed state; an exported checkpoint brings its own.
+        gate_input: that selects units, see `analyze`.
+        trace, trace_file, conversations: what is served, see `bench.traces`.
+        scale: lengths over the published ones; by default the largest of 1, 1/2, 1/4 ... that the model's positions
+            allow.
+        arms, w_max, ratios, limits, clients, think, seeds, policy, every, budget_scope, control: as `bench_simulate`.
+        fit: fit the cost model on half of the points and predict the others.
+        workers: processes, on CUDA one GPU each.
+        deadline: seconds after which no run begins; what is missing is said.
+        device: `auto`, `cpu` or `cuda`.
+        dtype: of the weights: `auto`, `float32`, `bfloat16` or `float16`.
+        progress: called with (stage, done, total).
+        record: receives the result so far after every point.
+
+    Raises:
+        UsageError: an option is out of range.
+        SourceError: a file or the model cannot be read.
+        UnsupportedModel: attention that keeps more than keys and values.
+        PlanMismatch: the plan is for another model.
+        NumericError: a check failed.
+        MissingRequirement: a GPU was asked for and there is none.
+    """
+    from hybridstate.bench.serve_workers import Setting, Worker, Workers
+    from hybridstate.bench.serving_setup import (
+        context_limit,
+        fit_points,
+        fitting_scale,
+        make_options,
+        profile_of,
+    )
+    from hybridstate.bench.sweep import Sweep, chosen_arms
+    from hybridstate.bench.timing import device_record
+    from hybridstate.checkpoint import open_checkpoint
+    from hybridstate.trajectories.model import torch_device
+
+    options = make_options(
+        arms=arms,
+        w_max=w_max,
+        ratios=ratios,
+        limits=limits,
+        clients=clients,
+        think=think,
+        seeds=seeds,
+        policy=policy,
+        every=every,
+        budget_scope=budget_scope,
+        control=control,
+    )
+    target = torch_device(device)
+    _check_workers(workers, target.type)
+    checkpoint = open_checkpoint(str(model), weights=True)
+    profile = profile_of(checkpoint, gate_input=gate_input)
+    setting = Setting(
+        model=str(model),
+        plan=None if plan is None else str(plan),
+        dtype=dtype,
+        gate_input=gate_input,
+        device=target.type,
+        trace=trace,
+        trace_file=trace_file,
+        conversations=conversations,
+        scale=fitting_scale(context_limit(checkpoint.config)) if scale is None else scale,
+        options=options,
+        deadline=None if deadline is None else time.time() + deadline,
+    )
+    here = Worker(setting, str(target))
+    subject = here.subject
+    every_arm = profile.arms(options.cutoffs)
+    dense = subject.measured(every_arm[0])
+    chosen = [subject.measured(arm) for arm in chosen_arms(every_arm, options.arms)]
+    kv_bytes = subject.kv_bytes(dense)
+    header: dict[str, Any] = {
+        "model": subject.loaded.checkpoint.name,
+        "profile": {
+            **profile.to_json(1, ("off",)),
+            "synthetic": subject.loaded.synthetic,
+            "kv_bytes_per_token": kv_bytes,
+        },
+        "plan_digest": None if subject.plan is None else subject.plan.digest,
+        "scale": setting.scale,
+        "positions": context_limit(checkpoint.config),
+        "longest_conversation": here.length,
+        "dtype": str(subject.loaded.dtype).removeprefix("torch."),
+        "workers": workers,
+        "simulated": False,
+        "device": device_record(target),
+    }
+    pool = Workers(setting, here, workers)
+    sweep = Sweep(
+        dense,
+        chosen,
+        here.trace,
+        here.control,
+        options,
+        kv_bytes=kv_bytes,
+        serve=pool,
+        progress=progress,
+        record=None if record is None else lambda found: record({**header, **found, "fit": None}),
+    )
+    header |= sweep.header()
+    try:
+        found = sweep.run()
+    finally:
+        pool.close()
+    fitted = None
+    measured = [point for point in found["points"] if "skipped" not in point]
+    if fit and len(measured) > 1:
+        fitted, _ = fit_points(measured, here.trace, options, "these points")
+    return {**header, **found, "fit": fitted}
+
+
+def _check_workers(workers: int, device: str) -> None:
+    """Refuse more workers than GPUs.
+
+    Raises:
+        UsageError: fewer than one, or more than there are.
+    """
+    import torch
+
+    if workers < 1:
+        raise UsageError("--workers must be at least 1", found=workers)
+    if device == "cuda" and workers > torch.cuda.device_count():
+        raise UsageError(
+            f"{workers} workers need a GPU each, there are {torch.cuda.device_count()}",
+            hint="every run has a GPU to itself",
+        )

@@ -1,0 +1,248 @@
+"""Serving with the real cache and the real engine: one arm on one device, warmed, seed by seed.
+
+Bytes are those of the tensors that run: native slots of the engine's pool, compressed slots of the cache's store, and
+the staging that either needs. An engine is kept for later points of its live format that its pool is large enough for;
+they use a part of it.
+
+The clock is the scheduler's: seconds of prefills, steps, copies, packs, loads and replays, each after the device has
+settled. Packs beside the computation count where they slow it down. What the host does between those is not counted.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from hybridstate.bench.engine_executor import EngineExecutor, device_clock
+from hybridstate.bench.recording import (
+    Operations,
+    RecordingExecutor,
+    RecordingReplay,
+    RecordingStore,
+)
+from hybridstate.bench.scheduler import Limits, Run, Scheduler
+from hybridstate.bench.serving_arms import Arm
+from hybridstate.bench.traces import Trace
+from hybridstate.errors import UsageError
+from hybridstate.plan.select import Selection
+from hybridstate.plan.store import Plan
+from hybridstate.runtime.admission import Admission, Pools
+from hybridstate.runtime.engine import DecodeEngine
+from hybridstate.runtime.prefix_cache import PrefixCache
+from hybridstate.runtime.serving import ServingEngine
+from hybridstate.runtime.slots import RESERVED
+from hybridstate.runtime.step import StepModules
+from hybridstate.runtime.tensor_store import Kind, TensorStore
+from hybridstate.runtime.tiers import Prefix
+from hybridstate.trajectories.model import LoadedModel
+
+ROWS_KEPT: Final = 200
+"""Recorded rows of one kind and seed that a result keeps, evenly spaced."""
+
+WARM_TOKENS: Final = (2, 17, 70, 130)
+"""Prompts that run before the clock starts."""
+
+WARM_STEPS: Final = 4
+"""Steps of every batch size before it on a GPU: two, the one that is captured, and one more."""
+
+_KINDS: Final[dict[str, Kind]] = {
+    "fp32": "fp32",
+    "int8-checkpoint": "int8",
+    "packed": "packed",
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model that is served.
+
+    Attributes:
+        loaded: the model.
+        plan: orders of the packed state, None keeps the first channels in FP16.
+        selections: retained units by cutoff.
+    """
+
+    loaded: LoadedModel
+    plan: Plan | None
+    selections: dict[int, Selection]
+
+    def engine(self, arm: Arm, slots: int, modules: StepModules | None = None) -> DecodeEngine:
+        """An engine of the arm's live format."""
+        packed = arm.live_format == "damp"
+        return DecodeEngine(
+            self.loaded,
+            state=arm.live_format,
+            slots=slots,
+            plan=self.plan if packed else None,
+            modules=modules,
+        )
+
+    def store(
+        self,
+        arm: Arm,
+        engine: DecodeEngine,
+        packed: int,
+        replay: Callable[[Prefix, int], Sequence[torch.Tensor]] | None = None,
+    ) -> TensorStore:
+        """The memory behind the arm's cache; freed slots keep their contents, as in a server."""
+        if arm.cached is None:
+            return TensorStore(engine.pool, 0, poison=False)
+        w_max = arm.cached.w_max
+        return TensorStore(
+            engine.pool,
+            packed,
+            None if w_max is None else self.masks(engine, w_max),
+            kind=_KINDS[arm.cached.stored],
+            window=0 if replay is None else arm.replay,
+            replay=replay,
+            poison=False,
+        )
+
+    def masks(self, engine: DecodeEngine, w_max: int) -> list[torch.Tensor]:
+        """Retained units at a cutoff, rows in the order in which the engine's pool stores them."""
+        found = []
+        for order, retained in zip(engine.orders, self.selections[w_max].retained, strict=True):
+            mask = torch.from_numpy(np.ascontiguousarray(retained)).to(self.loaded.device)
+            if mask.dim() == 2 and order.key is not None:
+                mask = mask.gather(1, order.key)
+            found.append(mask)
+        return found
+
+    def measured(self, arm: Arm) -> Arm:
+        """The arm with the bytes that its tensors take here.
+
+        Raises:
+            UsageError: placed over several ranks, which this engine has not.
+        """
+        if arm.balance != "off":
+            raise UsageError(
+                f"{arm.name}: this engine has one rank",
+                hint="bench exchange measures placements, bench simulate serves with them",
+            )
+        engine = self.engine(arm, RESERVED + 1)
+        pool = engine.pool
+        live = replace(arm.live, temporal_bytes=pool.temporal_bytes, conv_bytes=pool.conv_bytes)
+        store = self.store(arm, engine, 1)
+        cached = arm.cached
+        if cached is not None:
+            temporal = store.checkpoints.slot_bytes
+            conv = store.packed_bytes - temporal
+            cached = replace(cached, temporal_bytes=temporal, conv_bytes=conv)
+        return replace(arm, live=live, cached=cached, scratch_bytes=store.scratch_bytes)
+
+    def kv_bytes(self, dense: Arm) -> int:
+        """Bytes of attention keys and values per token, as lines hold them."""
+        engine = self.engine(dense, RESERVED + 1)
+        return ServingEngine(engine, running=1, length=2).lines.nbytes // 2
+
+
+class Bench:
+    """Serves arms on one device, one after the other.
+
+    Args:
+        subject: the model.
+        running: the largest limit.
+        length: tokens of the longest conversation.
+        chunk: prompt tokens of one prefill call.
+    """
+
+    def __init__(self, subject: Subject, *, running: int, length: int, chunk: int) -> None:
+        self.subject = subject
+        self._clock = device_clock(subject.loaded.device)
+        self._gpu = subject.loaded.device.type == "cuda"
+        self._running, self._chunk = running, chunk
+        steps = (WARM_STEPS + 1) * (running.bit_length() + 1)
+        self._length = max(length, WARM_TOKENS[-1] + steps)
+        self._modules: StepModules | None = None
+        self._engines: dict[str, ServingEngine] = {}
+        self._warmed: set[tuple[int, str]] = set()
+
+    def serve(
+        self,
+        arm: Arm,
+        pools: Pools,
+        trace: Trace,
+        limits: Limits,
+        admission: Admission,
+        seed: int,
+    ) -> tuple[Run, PrefixCache, Operations, dict[str, Any]]:
+        """One seed of one point.
+
+        Returns:
+            What happened, the cache afterwards, recorded operations, and how the engine ran.
+        """
+        serving = self._serving(arm, pools.native)
+        pool = serving.engine.pool
+        if pool.available < pool.slots:
+            pool.free(torch.arange(pool.slots))
+        replay = RecordingReplay(serving.replay, self._clock)
+        window = replay if arm.replay else None
+        tensors = self.subject.store(arm, serving.engine, pools.packed, window)
+        packed_bytes = 1 if arm.cached is None else arm.cached.full_bytes
+        store = RecordingStore(tensors, arm.live.full_bytes, packed_bytes, self._clock)
+        if (id(serving), arm.name) not in self._warmed:
+            self._warm(serving, tensors, pools.packed)
+            self._warmed.add((id(serving), arm.name))
+        replay.operations["replay"].clear()
+        cache = PrefixCache(pools, store, admission)
+        inner = EngineExecutor(serving, cache, store, self._clock)
+        executor = RecordingExecutor(inner, arm.live.full_bytes)
+        run = Scheduler(trace, cache, executor, limits, seed).serve()
+        cache.audit()
+        operations = {
+            **executor.operations,
+            **store.operations,
+            **replay.operations,
+            **inner.operations,
+        }
+        found = {kind: thinned(rows) for kind, rows in operations.items() if rows}
+        return run, cache, found, serving.to_json()
+
+    def _serving(self, arm: Arm, native: int) -> ServingEngine:
+        """An engine of the arm's live format with at least so many slots."""
+        kept = self._engines.get(arm.live_format)
+        if kept is not None and kept.engine.pool.slots >= native + RESERVED:
+            return kept
+        self._engines.pop(arm.live_format, None)
+        del kept  # its memory goes before the next one comes
+        engine = self.subject.engine(
+            arm, max(native, self._running) + RESERVED, modules=self._modules
+        )
+        made = ServingEngine(engine, running=self._running, length=self._length, chunk=self._chunk)
+        self._engines[arm.live_format] = made
+        self._modules = engine.modules if self._gpu else None
+        return made
+
+    def _warm(self, serving: ServingEngine, store: TensorStore, packed: int) -> None:
+        """Run everything once: kernels are compiled and steps captured before the clock starts."""
+        wanted = self._running if self._gpu else 1
+        live = []
+        for number in range(wanted):
+            tokens = np.arange(1, 1 + WARM_TOKENS[number % len(WARM_TOKENS)], dtype=np.int32)
+            row = serving.admit(tokens, slot=RESERVED + number)
+            if row is not None:
+                live.append(row)
+                serving.prefill(row)
+        for size in serving.sizes if self._gpu else serving.sizes[:1]:
+            for _ in range(WARM_STEPS if self._gpu else 1):
+                serving.decode_step(live[:size])
+        last = live[-1]
+        store.copy(last.slot, RESERVED)
+        store.finite(last.slot)
+        if packed:
+            store.pack(last.slot, RESERVED, aside=True).wait()
+            store.pack(last.slot, RESERVED, aside=False)
+            tokens = np.concatenate([last.prompt.numpy(), last.output])[: last.done]
+            kv = serving.keys(last, last.done).cut(0, last.done)
+            store.load(RESERVED, last.slot, Prefix(tokens.astype(np.int32), [kv]))
+        for row in live:
+            serving.finish(row)
+
+
+def thinned(rows: Sequence[list[float]], kept: int = ROWS_KEPT) -> list[list[float]]:
+    """At most `kept` rows, evenly spaced."""
+    if len(rows) <= kept:
+        return list(rows)
+    return [rows[i] for i in np.linspace(0, len(rows) - 1, kept).round().astype(int).tolist()]

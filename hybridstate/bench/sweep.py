@@ -1,0 +1,369 @@
+"""A serving comparison: every arm, working set, limit and seed in the same bytes, whoever serves.
+
+The dense arm runs first at every working set; the operating point is the one whose dense token hit rate is closest to
+one half, chosen before any other arm runs. Every point is reported. A control without shared prefixes runs at the
+operating point: there, no arm can gain by its cache.
+
+The working set is what the clients' latest requests leave behind, by default two states each (one token before the end
+of the prompt, and behind the reply); `ratio` is that number over the dense arm's slots, which running requests share.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from hybridstate.bench.scheduler import Limits
+from hybridstate.bench.serving_arms import Arm, Scope
+from hybridstate.bench.serving_stats import Goal, mean_over_seeds
+from hybridstate.bench.traces import Trace
+from hybridstate.errors import UsageError
+from hybridstate.plan.placement import Balance
+from hybridstate.runtime.admission import Admission, Pools
+
+Progress = Callable[[str, int, int], None]
+
+RATIOS: Final = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
+"""Working set over dense slots."""
+
+LIMITS: Final = (32, 16, 8)
+"""Running requests at once (DASC C.3); the first sweeps all ratios, the others run at the operating point."""
+
+DEFAULT_ARMS: Final = ("dense", "nr", "wr", "int8", "damp", "nr+int8", "damp+nr")
+"""Kinds of arms; a cutoff follows where one belongs."""
+
+TARGET_HIT: Final = 0.5
+SPARE_NATIVE: Final = 4
+"""Native slots beyond the running requests' in an arm with two pools."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is compared.
+
+    Attributes:
+        arms: kinds of `DEFAULT_ARMS`, or names of arms; dense always runs.
+        cutoffs: of the arms that have one.
+        ratios, limits: working set over dense slots, and running requests at once.
+        clients: conversations at once.
+        seeds: orders of the conversations.
+        think: mean seconds before a client's next turn.
+        policy, admission: of the cache.
+        scope: what the budget covers.
+        tp, balances: ranks, and placements of the arms with a cutoff.
+        control: whether the trace without sharing runs too.
+        goal: of the goodput.
+    """
+
+    arms: Sequence[str] = DEFAULT_ARMS
+    cutoffs: Sequence[int] = (16, 64)
+    ratios: Sequence[float] = RATIOS
+    limits: Sequence[int] = LIMITS
+    clients: int = 256
+    seeds: int = 5
+    think: float = 0.0
+    policy: str = "lru"
+    admission: Admission = field(default_factory=Admission)
+    scope: Scope = "state"
+    tp: int = 1
+    balances: Sequence[Balance] = ("off",)
+    control: bool = True
+    goal: Goal = field(default_factory=Goal)
+
+    @property
+    def working_set(self) -> int:
+        """States that the clients' latest requests leave behind."""
+        kept = len(self.admission.prompt) + self.admission.finished
+        return self.clients * max(1, kept)
+
+    def load(self, limit: int) -> Limits:
+        """The load with that many running requests."""
+        return Limits(self.clients, limit, think=self.think)
+
+    def check(self) -> None:
+        """Refuse options that are out of range.
+
+        Raises:
+            UsageError: one is.
+        """
+        for name, smallest in (("clients", self.clients), ("seeds", self.seeds), ("tp", self.tp)):
+            if smallest < 1:
+                raise UsageError(f"--{name} must be at least 1", found=smallest)
+        if not self.ratios or min(self.ratios) <= 0 or not np.isfinite(self.ratios).all():
+            raise UsageError("--ratio must be positive", found=list(self.ratios))
+        if not 0 <= self.think < float("inf"):
+            raise UsageError("--think must be at least 0 seconds", found=self.think)
+        if not self.limits or min(self.limits) < 1:
+            raise UsageError("--limit must be at least 1", found=list(self.limits))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One arm at one working set and limit, on the trace or on the control."""
+
+    arm: Arm
+    ratio: float
+    limit: int
+    control: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One seed of a case."""
+
+    case: Case
+    pools: Pools
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a job found.
+
+    Attributes:
+        statistics: of `serving_stats`.
+        digest: of all reclamations.
+        operations: rows for the cost model, None where nothing was measured.
+        engine: how steps ran, None likewise.
+    """
+
+    statistics: dict[str, Any]
+    digest: str
+    operations: dict[str, list[list[float]]] | None = None
+    engine: dict[str, Any] | None = None
+
+
+Serve = Callable[[Sequence[Job]], Iterable[Outcome | None]]
+"""Outcomes of jobs in their order; None for one that was not begun."""
+
+
+class Sweep:
+    """All points of one trace.
+
+    Args:
+        dense, arms: the baseline and the others.
+        trace, control: what is served, and prompts that share nothing.
+        options: what is compared.
+        kv_bytes: attention bytes per token.
+        serve: runs jobs.
+        progress: called with (stage, done, total).
+        record: receives the points so far whenever one is complete.
+
+    Raises:
+        UsageError: an option is out of range.
+    """
+
+    def __init__(
+        self,
+        dense: Arm,
+        arms: Sequence[Arm],
+        trace: Trace,
+        control: Trace,
+        options: Options,
+        *,
+        kv_bytes: int,
+        serve: Serve,
+        stage: str = "serve",
+        progress: Progress | None = None,
+        record: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        options.check()
+        if options.scope == "state+kv" and kv_bytes < 1:
+            raise UsageError(
+                "the attention bytes per token of this model are not known",
+                hint="give them with --kv-bytes",
+            )
+        self.dense, self.arms = dense, list(arms)
+        self.trace, self.control, self.options = trace, control, options
+        self._kv_bytes = kv_bytes
+        self._serve = serve
+        self._stage = stage
+        self._progress = progress or (lambda *_: None)
+        self._record = record or (lambda _: None)
+        extra = (len(options.limits) - 1) + (1 if options.control else 0)
+        self._total = (len(options.ratios) + extra) * (1 + len(self.arms)) * options.seeds
+        self._done = 0
+        self._found: dict[str, Any] = {}
+
+    def run(self) -> dict[str, Any]:
+        """Points, control and operating point; dense first, then that point, then the other arms.
+
+        Other arms begin at the operating point, so that a run which is cut short has it.
+        """
+        options, first = self.options, self.options.limits[0]
+        points: list[dict[str, Any]] = []
+        control: list[dict[str, Any]] = []
+        self._found = {"points": points, "control": control}
+        sweep = [Case(self.dense, ratio, first) for ratio in options.ratios]
+        self._collect(sweep, points)
+        chosen = operating_point(points)
+        operating = float(chosen["ratio"])
+        hits = {f"{p['ratio']:g}": hit_rate(p) for p in points}
+        self._found["operating_point"] = {
+            "ratio": operating,
+            "rule": f"dense token hit rate closest to {TARGET_HIT:g}, chosen before other arms ran",
+            "dense_token_hit_rate": hit_rate(chosen),
+            "dense_token_hit_rates": hits,
+        }
+        every = (self.dense, *self.arms)
+        self._collect([Case(arm, operating, first) for arm in self.arms], points)
+        if options.control:
+            self._collect([Case(arm, operating, first, True) for arm in every], control)
+        rest = [Case(arm, operating, limit) for limit in options.limits[1:] for arm in every]
+        rest += [
+            Case(arm, ratio, first)
+            for ratio in options.ratios
+            if ratio != operating
+            for arm in self.arms
+        ]
+        self._collect(rest, points)
+        return self._found
+
+    def _collect(self, cases: Sequence[Case], into: list[dict[str, Any]]) -> None:
+        """Serve every seed of the cases and add a point for each."""
+        prepared = [(case, *self._prepare(case)) for case in cases]
+        jobs = [
+            Job(case, pools, seed)
+            for case, _, pools in prepared
+            if pools is not None
+            for seed in range(self.options.seeds)
+        ]
+        outcomes = self._counted(self._serve(jobs))
+        for _, head, pools in prepared:
+            if pools is None:
+                into.append(head)
+                continue
+            found = [next(outcomes) for _ in range(self.options.seeds)]
+            into.append(_point(head, [outcome for outcome in found if outcome is not None]))
+            compare(into)
+            self._record(self._found)
+
+    def _counted(self, outcomes: Iterable[Outcome | None]) -> Iterator[Outcome | None]:
+        self._progress(self._stage, self._done, self._total)
+        for outcome in outcomes:
+            self._done += 1
+            self._progress(self._stage, self._done, self._total)
+            yield outcome
+
+    def _prepare(self, case: Case) -> tuple[dict[str, Any], Pools | None]:
+        """What is known of a point before it runs, and its pools; None where the bytes hold none."""
+        options = self.options
+        slots = max(1, round(options.working_set / case.ratio))
+        head: dict[str, Any] = {
+            **case.arm.to_json(),
+            "ratio": case.ratio,
+            "limit": case.limit,
+            "dense_slots": slots,
+        }
+        try:
+            pools, spent = case.arm.pools(
+                self.dense.live,
+                slots,
+                native=case.limit + SPARE_NATIVE,
+                kv_bytes=self._kv_bytes,
+                scope=options.scope,
+                policy=options.policy,
+            )
+        except UsageError as error:
+            return {**head, "skipped": error.message}, None
+        return {
+            **head,
+            **spent,
+            "slots_native": pools.native,
+            "slots_compressed": pools.packed,
+            "kv_tokens": pools.kv_tokens,
+        }, pools
+
+    def header(self) -> dict[str, Any]:
+        """The options, for the document."""
+        options = self.options
+        return {
+            "trace": self.trace.to_json(),
+            "control_trace": self.control.to_json() if options.control else None,
+            "budget_scope": options.scope,
+            "clients": options.clients,
+            "working_set": options.working_set,
+            "think_s": options.think,
+            "admission": {
+                "prompt": list(options.admission.prompt),
+                "junctions": options.admission.junctions,
+                "every": options.admission.every,
+                "finished": options.admission.finished,
+            },
+            "policy": options.policy,
+            "seeds": options.seeds,
+        }
+
+
+def _point(head: dict[str, Any], found: Sequence[Outcome]) -> dict[str, Any]:
+    """All seeds of one point; operations of the seeds one after the other."""
+    if not found:
+        return {**head, "skipped": f"{head['arm']}: not begun before the deadline"}
+    point = {
+        **head,
+        "reclamation_digests": [outcome.digest for outcome in found],
+        "mean": mean_over_seeds([outcome.statistics for outcome in found]),
+        "seeds": [outcome.statistics for outcome in found],
+    }
+    measured = [outcome.operations for outcome in found if outcome.operations is not None]
+    if measured:
+        kinds = dict.fromkeys(kind for rows in measured for kind in rows)
+        point["operations"] = {
+            kind: [row for rows in measured for row in rows.get(kind, [])] for kind in kinds
+        }
+        point["mean_ttft_s"] = point["mean"]["mean_ttft_ms"] / 1e3
+        point["token_hit_rate"] = hit_rate(point)
+        point["engine"] = found[0].engine
+    return point
+
+
+def operating_point(points: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The dense point whose token hit rate is closest to one half; the smaller working set of two that are as close."""
+    return min(points, key=lambda p: (abs(hit_rate(p) - TARGET_HIT), p["ratio"]))
+
+
+def hit_rate(point: Mapping[str, Any]) -> float:
+    """Mean token hit rate of a point over its seeds; -1 where nothing ran."""
+    return float(point["mean"]["hybridstate"]["token_hit_rate"]) if "mean" in point else -1.0
+
+
+def wanted(name: str, arms: Sequence[str]) -> bool:
+    """Whether an arm's name, or its name without the cutoff and placement, is among `arms`."""
+    plain = name.split(" ")[0]
+    kind = "+".join(part.split("-")[0] for part in plain.split("+"))
+    return name in arms or plain in arms or kind in arms
+
+
+def chosen_arms(every: Sequence[Arm], names: Sequence[str]) -> list[Arm]:
+    """The arms of those names beside dense, which comes first in `every`.
+
+    Raises:
+        UsageError: a name that no arm has.
+    """
+    unknown = [
+        name for name in names if name != "dense" and not any(wanted(a.name, [name]) for a in every)
+    ]
+    if unknown:
+        raise UsageError(
+            f"no arm is called {', '.join(unknown)}",
+            hint=f"there are {', '.join(arm.name for arm in every)}",
+        )
+    return [arm for arm in every[1:] if wanted(arm.name, names)]
+
+
+def compare(points: Sequence[dict[str, Any]]) -> None:
+    """Add every point's change against the dense arm at the same ratio and limit."""
+    dense = {(p["ratio"], p["limit"]): p for p in points if p["arm"] == "dense" and "mean" in p}
+    for point in points:
+        base = dense.get((point["ratio"], point["limit"]))
+        if base is None or "mean" not in point:
+            continue
+        point["against_dense"] = {
+            name: point["mean"][key] / base["mean"][key] - 1 if base["mean"][key] else 0.0
+            for name, key in (
+                ("ttft", "mean_ttft_ms"),
+                ("e2e", "mean_e2e_latency_ms"),
+                ("tpot", "mean_tpot_ms"),
+            )
+        }

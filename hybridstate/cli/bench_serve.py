@@ -1,0 +1,172 @@
+"""`hybridstate bench serve`: serving with the real prefix cache and the real engine."""
+
+import json as jsonlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hybridstate.cli.bench_output import OutputPath, check_output, finish, recorded
+from hybridstate.cli.options import (
+    Device,
+    Force,
+    GateInput,
+    Json,
+    LocalModel,
+    Quiet,
+    check_device,
+    parse_gate_input,
+)
+from hybridstate.cli.output import Output, command
+from hybridstate.cli.serving_options import (
+    ArmNames,
+    BudgetScope,
+    Clients,
+    Control,
+    Conversations,
+    Cutoffs,
+    Every,
+    Policy,
+    Ratios,
+    RunningLimits,
+    Seeds,
+    Think,
+    TraceFile,
+    TraceName,
+)
+from hybridstate.cli.serving_output import serving_tables
+
+
+def serve(
+    model: LocalModel,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            "--plan",
+            metavar="DIR",
+            help="Plan of the packed state. [default: the first channels in FP16]",
+            show_default=False,
+        ),
+    ] = None,
+    gate_input: GateInput = "auto",
+    trace: TraceName = "wildchat-shape",
+    trace_file: TraceFile = None,
+    conversations: Conversations = 256,
+    scale: Annotated[
+        float | None,
+        typer.Option(
+            "--scale",
+            metavar="X",
+            help="Lengths of the trace over the published ones. [default: 1, 1/2 ... as the model's positions allow]",
+            show_default=False,
+        ),
+    ] = None,
+    arm: ArmNames = None,
+    w_max: Cutoffs = None,
+    ratio: Ratios = None,
+    limit: RunningLimits = None,
+    clients: Clients = 256,
+    think: Think = 0.0,
+    seeds: Seeds = 5,
+    policy: Policy = "lru",
+    every: Every = 0,
+    budget_scope: BudgetScope = "state",
+    control: Control = True,
+    fit: Annotated[
+        bool,
+        typer.Option(
+            "--fit", help="Fit the cost model on half of the points and predict the others."
+        ),
+    ] = False,
+    workers: Annotated[
+        int, typer.Option("--workers", metavar="N", help="Processes, on CUDA one GPU each.")
+    ] = 1,
+    deadline: Annotated[
+        float | None,
+        typer.Option(
+            "--deadline",
+            metavar="S",
+            help="No run begins after so many seconds; what is missing is said.",
+            show_default=False,
+        ),
+    ] = None,
+    device: Device = "auto",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            "--dtype", metavar="NAME", help="Of the weights: auto, float32, bfloat16 or float16."
+        ),
+    ] = "auto",
+    output: OutputPath = None,
+    force: Force = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Conversations through the two-tier prefix cache on the real engine, every arm in the same bytes.
+
+    Generated replies are fed back. The dense arm runs first and its token hit rate chooses the operating
+    point; every point is reported. With -o FILE.json the points so far are in FILE.partial.json.
+    """
+    with command("bench serve", model=model, json=json, quiet=quiet) as out:
+        check_device(device)
+        check_output(output, force=force)
+        from hybridstate import api
+
+        result = api.bench_serve(
+            model,
+            plan=plan,
+            gate_input=parse_gate_input(gate_input),
+            trace=trace,
+            trace_file=trace_file,
+            conversations=conversations,
+            scale=scale,
+            arms=arm,
+            w_max=w_max,
+            ratios=ratio,
+            limits=limit,
+            clients=clients,
+            think=think,
+            seeds=seeds,
+            policy=policy,
+            every=every,
+            budget_scope=budget_scope,
+            control=control,
+            fit=fit,
+            workers=workers,
+            deadline=deadline,
+            device=device,
+            dtype=dtype,
+            progress=out.progress,
+            record=_recorder(out, output),
+        )
+        serving_tables(out, result)
+        finish(out, "serve", result, output, force=force, draw=_draw)
+        if output is not None:
+            _partial(output).unlink(missing_ok=True)
+
+
+def _recorder(out: Output, output: Path | None) -> Callable[[dict[str, Any]], None] | None:
+    """Write the points so far beside the output, as a whole file each time; None without an output."""
+    from hybridstate.provenance import write_file
+
+    if output is None:
+        return None
+    path = _partial(output)
+
+    def record(result: dict[str, Any]) -> None:
+        document = recorded(out, result, result["device"])
+        write_file(path, (jsonlib.dumps(document, allow_nan=False) + "\n").encode())
+
+    return record
+
+
+def _partial(output: Path) -> Path:
+    """Where an unfinished run keeps what it has."""
+    return output.with_name(f"{output.name.removesuffix('.json')}.partial.json")
+
+
+def _draw(result: dict[str, Any], folder: Path) -> None:
+    from hybridstate.figures.serving import serving_figures
+
+    serving_figures(result, str(result["model"]), folder)

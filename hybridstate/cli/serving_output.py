@@ -1,0 +1,114 @@
+"""Tables of `bench serve` and `bench simulate`: fit, every point, operating point, control."""
+
+from typing import Any
+
+from hybridstate.cli.output import Output
+
+
+def serving_tables(out: Output, result: dict[str, Any]) -> None:
+    """Fit, every point, the control."""
+    if result["fit"] is not None:
+        _fit_table(out, result["fit"])
+    how = "simulated" if result["simulated"] else f"served on {result['device']['name']}"
+    synthetic = "synthetic " if result["trace"]["synthetic"] else ""
+    operating = result["operating_point"]
+    seconds = result["cost_model"]["source"] if result["simulated"] else "of the engine"
+    _points_table(
+        out,
+        f"{result['model']}: {synthetic}trace {result['trace']['name']}, {how}, {result['clients']} clients",
+        result["points"],
+        note=f"{result['trace']['note']}; {result['profile']['note']}; seconds: {seconds}; "
+        f"ratio: working set of {result['working_set']} states over dense slots; every arm has the dense arm's bytes; "
+        f"means of {result['seeds']} seeds over all requests; change: mean TTFT against dense",
+    )
+    out.text(
+        f"operating point: ratio {operating['ratio']:g}, dense token hit rate "
+        f"{100 * operating['dense_token_hit_rate']:.1f} % ({operating['rule']}); by ratio: "
+        + ", ".join(
+            f"{ratio} {100 * hit:.1f} %"
+            for ratio, hit in operating["dense_token_hit_rates"].items()
+        )
+    )
+    if result["control"]:
+        _points_table(
+            out,
+            "control: synthetic prompts that share nothing",
+            result["control"],
+            note="no cache can gain here; live states of fewer bytes still decode faster",
+        )
+
+
+def _points_table(out: Output, title: str, points: list[dict[str, Any]], note: str) -> None:
+    out.table(
+        title,
+        (
+            "arm",
+            "ratio",
+            "limit",
+            "native",
+            "compressed",
+            "hit %",
+            "TTFT s",
+            "P95 s",
+            "TPOT ms",
+            "E2E s",
+            "replayed",
+            "evicted",
+            "change",
+        ),
+        [_point_row(point) for point in points],
+        note=note,
+    )
+    for text in dict.fromkeys(point["skipped"] for point in points if "skipped" in point):
+        out.warn(text)
+
+
+def _point_row(point: dict[str, Any]) -> tuple[object, ...]:
+    head = (point["arm"], f"{point['ratio']:g}", point["limit"])
+    if "mean" not in point:
+        return (*head, *(None,) * 10)
+    mean, ours = point["mean"], point["mean"]["hybridstate"]
+    change = point.get("against_dense", {}).get("ttft")
+    return (
+        *head,
+        point["slots_native"],
+        point["slots_compressed"],
+        f"{100 * ours['token_hit_rate']:.1f}",
+        f"{mean['mean_ttft_ms'] / 1e3:.3f}",
+        f"{mean['p95_ttft_ms'] / 1e3:.3f}",
+        f"{mean['mean_tpot_ms']:.2f}",
+        f"{mean['mean_e2e_latency_ms'] / 1e3:.3f}",
+        round(ours["replayed_tokens"]),
+        round(ours["evictions_dense"] + ours["evictions_compressed"]),
+        None if change is None else f"{100 * change:+.1f}%",
+    )
+
+
+def _fit_table(out: Output, fitted: dict[str, Any]) -> None:
+    rows: list[tuple[object, ...]] = []
+    for kind, terms in fitted["cost_model"].items():
+        if kind == "source" or "standard_errors" not in terms:
+            continue
+        for term, value in terms.items():
+            if term != "standard_errors":
+                rows.append((kind, term, f"{value:.4g}", f"{terms['standard_errors'][term]:.2g}"))
+    out.table("fitted cost model, seconds", ("operation", "per", "value", "+/-"), rows)
+    out.table(
+        "measured and predicted points",
+        ("point", "used", "TTFT s", "predicted", "error", "hit %", "predicted", "points"),
+        [
+            (
+                row["point"],
+                "fitted" if row["fitted"] else "predicted",
+                f"{row['measured_ttft_s']:.3f}",
+                f"{row['predicted_ttft_s']:.3f}",
+                f"{100 * row['ttft_error']:+.1f}%",
+                f"{100 * row['measured_hit']:.1f}",
+                f"{100 * row['predicted_hit']:.1f}",
+                f"{100 * row['hit_error']:+.1f}",
+            )
+            for row in fitted["points"]
+        ],
+        note=f"largest errors of points that were not fitted: {100 * fitted['largest_ttft_error']:.1f} % in mean TTFT, "
+        f"{100 * fitted['largest_hit_error']:.1f} points in hit rate",
+    )

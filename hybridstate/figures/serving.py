@@ -1,0 +1,183 @@
+"""Pictures of `bench serve` and `bench simulate`: latencies and hit rates against the cutoff and the working set."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from hybridstate.figures.style import COLOURS, digits, new_figure, save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Result = Mapping[str, Any]
+Point = Mapping[str, Any]
+
+METRICS: Final = (
+    ("ttft_s", "mean TTFT, s"),
+    ("e2e_s", "mean E2E, s"),
+    ("hit", "token hit rate"),
+)
+KINDS: Final = (
+    ("dense", "dense", 6, "-"),
+    ("int8", "INT8 checkpoints", 5, "--"),
+    ("bf16", "BF16", 4, "--"),
+    ("damp", "DAMP", 3, "--"),
+    ("nr", "zeros (NR)", 0, "o-"),
+    ("wr", "replay (WR)", 2, "^-"),
+    ("nr+int8", "NR, INT8", 0, "o:"),
+    ("wr+int8", "WR, INT8", 2, "^:"),
+    ("damp+nr", "DAMP, NR", 3, "o-"),
+    ("damp+wr", "DAMP, WR", 3, "^-"),
+)
+"""Kinds of arms, their labels, colours and lines; those without a marker have no cutoff."""
+
+PLACED: Final = {"off": "full", "storage": "none", "hybrid": "left"}
+"""How markers are filled by placement."""
+
+HEADER: Final = (
+    "arm", "kind", "w_max", "balance", "ratio", "limit", "seeds", "ttft_s", "ttft_p95_s", "tpot_ms", "e2e_s", "hit",
+)  # fmt: skip
+
+
+def serving_figures(result: Result, model: str, folder: Path) -> None:
+    """Draw what the result holds.
+
+    Args:
+        result: the `result` of either verb.
+        model: its name, for the titles.
+        folder: existing; gets serving_cutoffs where arms have two cutoffs or more, and serving_ratios where there are
+            two working sets or more, as .png and .csv.
+    """
+    points = [point for point in result["points"] if "mean" in point]
+    if not points:
+        return
+    title = f"{model}, {_how(result)}"
+    first = points[0]["limit"]
+    operating = result["operating_point"]["ratio"]
+    at = [p for p in points if p["limit"] == first and p["ratio"] == operating]
+    if len({p["w_max"] for p in at if p["w_max"] is not None}) > 1:
+        _cutoffs(at, f"{title}, ratio {operating:g}, {first} running", folder)
+    swept = [p for p in points if p["limit"] == first]
+    if len({p["ratio"] for p in swept}) > 1:
+        _ratios(swept, operating, f"{title}, {first} running", folder)
+
+
+def _how(result: Result) -> str:
+    trace = result["trace"]
+    made = "synthetic trace" if trace["synthetic"] else "trace"
+    how = "simulated" if result["simulated"] else f"measured on {result['device']['name']}"
+    return f"{made} {trace['name']}, {how}"
+
+
+def _value(point: Point, metric: str) -> float:
+    mean = point["mean"]
+    if metric == "hit":
+        return float(mean["hybridstate"]["token_hit_rate"])
+    return float(mean["mean_ttft_ms" if metric == "ttft_s" else "mean_e2e_latency_ms"]) / 1e3
+
+
+def _row(point: Point) -> tuple[object, ...]:
+    mean = point["mean"]
+    return (
+        point["arm"],
+        point["kind"],
+        "" if point["w_max"] is None else point["w_max"],
+        point["balance"],
+        digits(point["ratio"]),
+        point["limit"],
+        len(point["seeds"]),
+        digits(_value(point, "ttft_s")),
+        digits(mean["p95_ttft_ms"] / 1e3),
+        digits(mean["mean_tpot_ms"]),
+        digits(_value(point, "e2e_s")),
+        digits(_value(point, "hit")),
+    )
+
+
+def _panels(title: str) -> tuple[Any, Sequence["Axes"]]:
+    figure = new_figure(10.6, 3.9)
+    panels = figure.subplots(1, len(METRICS))
+    figure.suptitle(title, fontsize=9, x=0.01, ha="left")
+    for axes, (_, label) in zip(panels, METRICS, strict=True):
+        axes.set_ylabel(label, fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=8)
+    return figure, panels
+
+
+def _finish(
+    figure: Any, panels: Sequence["Axes"], path: Path, rows: Sequence[tuple[object, ...]]
+) -> None:
+    for axes in panels:
+        axes.set_ylim(bottom=0)
+    panels[-1].set_ylim(0, max(1.0, panels[-1].get_ylim()[1]))
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=7, frameon=False)
+    save_figure(figure, path, HEADER, rows)
+
+
+def _cutoffs(points: Sequence[Point], title: str, folder: Path) -> None:
+    """TTFT, E2E and hit rate against W_max: a line per policy and placement, levels for arms without a cutoff."""
+    figure, panels = _panels(title)
+    every = sorted({p["w_max"] for p in points if p["w_max"] is not None})
+    for kind, label, colour, style in KINDS:
+        for balance, filled in PLACED.items():
+            found = sorted(
+                (p for p in points if (p["kind"], p["balance"]) == (kind, balance)),
+                key=lambda p: p["w_max"] or 0,
+            )
+            if not found:
+                continue
+            name = label if balance == "off" else f"{label}, {balance}"
+            for axes, (metric, _) in zip(panels, METRICS, strict=True):
+                values = [_value(p, metric) for p in found]
+                if found[0]["w_max"] is None:
+                    axes.axhline(
+                        values[0], color=COLOURS[colour], linestyle=style, linewidth=1, label=name
+                    )
+                else:
+                    axes.plot(
+                        [p["w_max"] for p in found],
+                        values,
+                        style,
+                        color=COLOURS[colour],
+                        fillstyle=filled,
+                        markersize=5,
+                        linewidth=1,
+                        label=name,
+                    )
+    for axes in panels:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(every, [str(w) for w in every])
+        axes.minorticks_off()
+        axes.set_xlabel("W_max, tokens", fontsize=8)
+    _finish(figure, panels, folder / "serving_cutoffs", [_row(p) for p in points])
+
+
+def _ratios(points: Sequence[Point], operating: float, title: str, folder: Path) -> None:
+    """The same against working set over dense slots, at each kind's smallest cutoff and without placement."""
+    figure, panels = _panels(title)
+    for kind, label, colour, style in KINDS:
+        same = [p for p in points if p["kind"] == kind and p["balance"] == "off"]
+        smallest = min((p["w_max"] or 0 for p in same), default=0)
+        found = sorted((p for p in same if (p["w_max"] or 0) == smallest), key=lambda p: p["ratio"])
+        if not found:
+            continue
+        name = f"{label} {smallest}" if smallest else label
+        for axes, (metric, _) in zip(panels, METRICS, strict=True):
+            axes.plot(
+                [p["ratio"] for p in found],
+                [_value(p, metric) for p in found],
+                style if style[0] != "-" else f"s{style}",
+                color=COLOURS[colour],
+                markersize=4,
+                linewidth=1,
+                label=name,
+            )
+    for axes in panels:
+        axes.axvline(operating, color="#BDBDBD", linewidth=0.8, zorder=0)
+        axes.set_xlabel("working set / dense slots", fontsize=8)
+    panels[-1].annotate(
+        "operating point", (operating, 1), fontsize=7, color="#707070", rotation=90, va="top"
+    )
+    _finish(figure, panels, folder / "serving_ratios", [_row(p) for p in points])

@@ -1,0 +1,191 @@
+"""`bench serve` on small models: measured bytes, the operating point, fed-back replies, workers, the fit."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from hybridstate import bench_serve
+from hybridstate.bench.scheduler import Limits
+from hybridstate.bench.serve import Bench, Subject, thinned
+from hybridstate.bench.serve_workers import Setting, load_subject
+from hybridstate.bench.serving_setup import profile_of
+from hybridstate.bench.sweep import Options
+from hybridstate.bench.traces import generated
+from hybridstate.checkpoint import open_checkpoint
+from hybridstate.cli.main import app
+from hybridstate.errors import UsageError
+from hybridstate.plan.select import random_selection
+from hybridstate.runtime.admission import Admission
+
+SCALE = 1 / 256
+SMALL: dict[str, Any] = {
+    "scale": SCALE,
+    "conversations": 5,
+    "clients": 4,
+    "limits": (2,),
+    "device": "cpu",
+    "w_max": (16,),
+}
+
+
+def subject_of(model: Path, cutoffs: tuple[int, ...] = (16,)) -> Subject:
+    setting = Setting(
+        str(model),
+        None,
+        "auto",
+        None,
+        "cpu",
+        "wildchat-shape",
+        None,
+        2,
+        SCALE,
+        Options(cutoffs=cutoffs),
+    )
+    return load_subject(setting, "cpu")
+
+
+@pytest.fixture(scope="module")
+def result(tiny_kda: Path) -> dict[str, Any]:
+    return bench_serve(
+        tiny_kda,
+        ratios=(0.25, 0.5),
+        seeds=2,
+        arms=("damp", "wr+int8", "damp+nr"),
+        fit=True,
+        **SMALL,
+    )
+
+
+def test_the_document_has_every_point_in_the_same_bytes(result: dict[str, Any]) -> None:
+    assert result["simulated"] is False
+    assert result["trace"]["synthetic"] is True
+    assert "lengths are 0.00390625 of the published ones" in result["trace"]["note"]
+    names = ["dense", "damp", "wr-16+int8", "damp+nr-16"]
+    assert {(p["arm"], p["ratio"]) for p in result["points"]} == {
+        (name, ratio) for name in names for ratio in (0.25, 0.5)
+    }
+    for point in result["points"]:
+        spent = point["native_bytes"] + point["compressed_bytes"] + point["staging_bytes"]
+        assert spent <= point["budget_bytes"]
+        assert len(point["seeds"]) == len(point["reclamation_digests"]) == 2
+        mean = point["mean"]
+        assert mean["completed"] == mean["hybridstate"]["requests"]
+        assert 0 < mean["mean_ttft_ms"] <= mean["mean_e2e_latency_ms"]
+        assert point["operations"]["prefill"]
+        assert point["engine"]["sizes"] == [1, 2]
+    hits = result["operating_point"]["dense_token_hit_rates"]
+    chosen = f"{result['operating_point']['ratio']:g}"
+    assert abs(hits[chosen] - 0.5) == min(abs(hit - 0.5) for hit in hits.values())
+    replayed = {p["arm"]: p["mean"]["hybridstate"]["replayed_tokens"] for p in result["points"]}
+    assert replayed["dense"] == replayed["damp+nr-16"] == 0
+    json.dumps(result, allow_nan=False)
+
+
+def test_the_control_shares_nothing(result: dict[str, Any]) -> None:
+    assert {p["arm"] for p in result["control"]} == {p["arm"] for p in result["points"]}
+    assert all(p["mean"]["hybridstate"]["token_hit_rate"] == 0 for p in result["control"])
+
+
+def test_half_of_the_points_are_predicted(result: dict[str, Any]) -> None:
+    """Seconds of a busy machine are not asserted; what the cache does has to be predicted."""
+    fitted = result["fit"]
+    assert len(fitted["points"]) == len(result["points"])
+    assert fitted["largest_hit_error"] < 0.03
+    assert "standard_errors" in fitted["cost_model"]["decode"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])
+def test_bytes_are_those_of_the_tensors(family: str, tiny_checkpoint: Callable[..., Path]) -> None:
+    model = tiny_checkpoint(family, tokenizer=True)
+    subject = subject_of(model)
+    chosen = random_selection(subject.selections[16], 7)
+    subject.selections[16] = chosen
+    profile = profile_of(open_checkpoint(str(model)))
+    for arm in profile.arms((16,)):
+        found = subject.measured(arm)
+        engine = subject.engine(found, 4)
+        held = sum(t.numel() * t.element_size() for t in (*engine.pool.states, *engine.pool.conv))
+        assert found.live.full_bytes * 4 == held
+        if found.cached is not None:
+            store = subject.store(found, engine, 3)
+            assert found.cached.full_bytes == store.packed_bytes
+    placed = profile.arms((16,), tp=2, balances=("off", "storage"))[-1]
+    with pytest.raises(UsageError, match="one rank"):
+        subject.measured(placed)
+
+
+def test_an_engine_is_used_again_while_it_is_large_enough(tiny_kda: Path) -> None:
+    subject = subject_of(tiny_kda)
+    arms = {
+        arm.name: subject.measured(arm)
+        for arm in profile_of(open_checkpoint(str(tiny_kda))).arms((16,))
+    }
+    bench = Bench(subject, running=2, length=80, chunk=32)
+    trace, dense = generated("wildchat-shape", 3, scale=SCALE), arms["dense"]
+    engines = []
+    for name, slots in (("dense", 12), ("wr-16+int8", 16), ("dense", 14)):
+        pools, _ = arms[name].pools(dense.live, slots, native=5)
+        run, cache, operations, _ = bench.serve(
+            arms[name], pools, trace, Limits(3, 2), Admission(shortest=4), 0
+        )
+        assert len(run.served) == sum(len(trace.make(n).turns) for n in range(3))
+        assert cache.pools.native == pools.native
+        assert operations["keys"]
+        engines.append(bench._engines["fp32"])
+    assert engines[0] is engines[1] is not engines[2]
+
+
+def test_rows_are_thinned_evenly() -> None:
+    rows = [[float(n)] for n in range(1000)]
+    assert thinned(rows[:5]) == rows[:5]
+    kept = thinned(rows, 11)
+    assert [row[0] for row in kept[:2]] == [0, 100]
+    assert kept[-1] == [999.0]
+
+
+def test_deadline_says_what_is_missing(tiny_kda: Path) -> None:
+    found = bench_serve(
+        tiny_kda, ratios=(0.5,), seeds=1, arms=("damp",), control=False, deadline=0.0, **SMALL
+    )
+    assert all("before the deadline" in point["skipped"] for point in found["points"])
+
+
+def test_workers_find_the_same_hits(tiny_kda: Path, result: dict[str, Any]) -> None:
+    """Two processes; which prefixes are cached depends on the order of events, not on who runs them."""
+    found = bench_serve(
+        tiny_kda, ratios=(0.5,), seeds=2, arms=("damp",), control=False, workers=2, **SMALL
+    )
+    here = {p["arm"]: p for p in result["points"] if p["ratio"] == 0.5}
+    for point in found["points"]:
+        same = here[point["arm"]]
+        assert point["token_hit_rate"] == pytest.approx(same["token_hit_rate"], abs=0.03)
+    with pytest.raises(UsageError, match="at least 1"):
+        bench_serve(tiny_kda, workers=0, **SMALL)
+
+
+def test_command_writes_document_and_figures(tmp_path: Path, tiny_kda: Path) -> None:
+    arguments = ["bench", "serve", str(tiny_kda), "--device", "cpu", "--scale", str(SCALE)]
+    arguments += ["--conversations", "3", "--clients", "2", "--limit", "2", "--seeds", "1"]
+    arguments += ["--arm", "nr+int8", "--w-max", "8", "--w-max", "16", "--no-control"]
+    arguments += ["--ratio", "0.2", "--ratio", "0.4"]
+    folder = tmp_path / "out"
+    done = CliRunner().invoke(app, [*arguments, "--json", "-q", "-o", str(folder)])
+    assert done.exit_code == 0, done.output
+    assert {path.name for path in folder.iterdir()} == {
+        "serve.json",
+        "serving_cutoffs.csv",
+        "serving_cutoffs.png",
+        "serving_ratios.csv",
+        "serving_ratios.png",
+    }
+    assert not list(tmp_path.glob("*.partial.json"))
+    document = json.loads((folder / "serve.json").read_text())
+    assert document["command"] == "bench serve"
+    rows = (folder / "serving_ratios.csv").read_text().splitlines()
+    assert len(rows) == 1 + len(document["result"]["points"])
+    assert np.isfinite(float(rows[1].split(",")[7]))
