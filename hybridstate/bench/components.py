@@ -27,7 +27,7 @@ COMPONENTS: Final = (
 _PATTERNS: Final = tuple(
     (name, re.compile(pattern))
     for name, pattern in (
-        ("recurrent update", r"^(packed|split|dense)_kernel"),
+        ("recurrent update", r"^(packed|split|dense|ring|flush)_kernel"),
         ("convolution", r"^conv_kernel|conv_depthwise|conv1d"),
         ("experts", r"^(order|gate_up|down|combine|gated)_kernel|grouped"),
         ("attention", r"^(attention|join|append)_kernel|flash|fmha"),

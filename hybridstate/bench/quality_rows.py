@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from hybridstate.quality.questions import Block
 from hybridstate.quality.replay import ReuseArm
-from hybridstate.quality.reuse import mean_and_error, paired_interval
+from hybridstate.quality.reuse import divergence, mean_and_error, paired_interval
 from hybridstate.trajectories.model import LoadedModel
 
 F64 = NDArray[np.float64]
@@ -51,8 +51,7 @@ class Rows:
             assert arm.name == "dense", "the dense arm comes first"
             self._tokens, self._first = tokens, first.clone()  # not a view of all arms
             self.replies = texts[:count]
-        reference = self._first.double()
-        kl = (reference.exp() * (reference - first.double())).sum(-1).clamp_min(0.0)
+        kl = divergence(self._first[:, None], first[:, None])
         by_question = scores.mean(0)
         accuracy, error = mean_and_error(by_question)
         difference = by_question - self.scores.get("dense", by_question)
