@@ -59,7 +59,8 @@ def serving_figures(result: Result, model: str, folder: Path) -> None:
         _cutoffs(at, f"{title}, ratio {operating:g}, {first} running", folder)
     swept = [p for p in points if p["limit"] == first]
     if len({p["ratio"] for p in swept}) > 1:
-        _ratios(swept, operating, f"{title}, {first} running", folder)
+        title = f"{title}, {first} running (grey: the operating point)"
+        _ratios(swept, operating, title, folder)
 
 
 def _how(result: Result) -> str:
@@ -177,7 +178,4 @@ def _ratios(points: Sequence[Point], operating: float, title: str, folder: Path)
     for axes in panels:
         axes.axvline(operating, color="#BDBDBD", linewidth=0.8, zorder=0)
         axes.set_xlabel("working set / dense slots", fontsize=8)
-    panels[-1].annotate(
-        "operating point", (operating, 1), fontsize=7, color="#707070", rotation=90, va="top"
-    )
     _finish(figure, panels, folder / "serving_ratios", [_row(p) for p in points])
