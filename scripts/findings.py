@@ -145,18 +145,34 @@ def _deferred(results: Results) -> str:
     return (
         "**Writing less often beats every choice of channels.** `damp-every-16` has "
         f"{models(results, lambda r: times(r, 'damp', 'damp-every-16'))} less KL than `damp`, `int8-every-16` "
-        f"{models(results, lambda r: times(r, 'damp', 'int8-every-16'))} less. The ring of inputs has "
-        "to stay resident: "
-        f"{models(results, lambda r: bits(r, 'damp-every-16'))} bits in all, since KDA's inputs hold a "
-        "decay for each key "
-        "channel. Where that is more than the 16 bits of FP16, FP16 is the better store: its KL is lower still, "
+        f"{models(results, lambda r: times(r, 'damp', 'int8-every-16'))} less. The ring of inputs has to stay "
+        f"resident: {models(results, lambda r: bits(r, 'damp-every-16'))} bits in all as recorded (BF16 k and v, "
+        f"FP32 decays), {models(results, lambda r: kernel_bits(r, 'damp', 16))} in the kernels' ring (FP16). KDA's is "
+        "the larger because it holds a decay for each key channel. FP16 takes 16 bits and its KL is lower still, "
         f"{models(results, lambda r: exact_kl(r, 'fp16'))} against "
-        f"{models(results, lambda r: exact_kl(r, 'damp-every-16'))}. "
-        "What deferred writes save there is traffic. State errors of `int8-step`, `damp`, `int8-every-16`, "
+        f"{models(results, lambda r: exact_kl(r, 'damp-every-16'))}: deferred writes save traffic, and for KDA hardly "
+        "any room. State errors of `int8-step`, `damp`, `int8-every-16`, "
         "`damp-every-16` and `fp16` after the last update: "
         f"{'; '.join(state_errors(results, name) for name in compared)} "
         "(in a synthetic KDA recurrence of 3,072 steps they had been .172, .143, .047, .039 and .0046)."
     )
+
+
+def kernel_bits(result: Result, packed: str, every: int) -> str:
+    """Bits per value of a packed format with the ring that the kernels keep; embedded models only."""
+    from hybridstate import analyze
+    from hybridstate.errors import HybridStateError
+    from hybridstate.plan.accounting import ring_bits
+
+    row = by_format(result).get(packed)
+    try:
+        spec = analyze(result["model"]["name"]).spec
+    except HybridStateError:
+        return ""
+    if row is None:
+        return ""
+    ring = ring_bits(spec.layers[0], every, per_channel=spec.unit == "channel")
+    return f"{row['bits_per_value'] + ring:.4g}"
 
 
 def state_errors(results: Results, name: str) -> str:

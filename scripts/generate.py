@@ -28,6 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 MODELS = ("tiny-gdn", "tiny-kda")
 FIGURE_W_MAX = (16, 64, 128, 512)
+README_CUTOFFS = (64, 512)
+"""Those of the README's restore table; docs/results.md has all."""
 
 BLOCK = re.compile(
     r"(?P<head><!-- generated: (?P<name>[a-z-]+)[^>]*-->\n)(?P<body>.*?)(?P<tail><!-- end -->)",
@@ -65,7 +67,9 @@ def source_line(path: Path, document: dict[str, Any]) -> str:
         if "arguments" in document
         else ""
     )
-    return "Source: " + ", ".join(parts) + "." + command
+    warned = document.get("warnings") or []
+    said = f" The run warned: {'; '.join(warned)}." if warned else ""
+    return "Source: " + ", ".join(parts) + "." + command + said
 
 
 # --- blocks of the README and of docs/results.md ----------------------------------------------------
@@ -131,9 +135,14 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "analyze": analyze_block,
     "models": lambda: per_model("training.json", tables.training),
     "retained": retained_block,
-    "restore": lambda: per_model("restore-*.json", tables.restore),
+    "restore": lambda: per_model(
+        "restore-*.json", lambda result: tables.restore(result, README_CUTOFFS)
+    ),
     "precision": lambda: per_model("calibrate-*.json", tables.precision, trained),
-    "update": lambda: per_model("update*.json", tables.update_by_state),
+    "update": lambda: per_model(
+        "update*.json",
+        lambda result: tables.update_by_state(result, lambda name: name not in MODELS),
+    ),
     "decode": lambda: per_model("decode-*.json", tables.decode_by_state),
     "families": family_tables.families,
     "releases": family_tables.releases,

@@ -95,8 +95,8 @@ def training(result: Result) -> str:
 # --- bench restore --------------------------------------------------------------------------------
 
 
-def restore(result: Result) -> str:
-    """Answers and prose after loading: dense, NR, WR and random masks, by cutoff."""
+def restore(result: Result, cutoffs: Sequence[int] | None = None) -> str:
+    """Answers and prose after loading: dense, NR, WR and random masks, by cutoff (some or all)."""
     arms = {arm["arm"]: arm for arm in result["arms"]}
     dense = arms["dense"]
     task_names = list(dense["tasks"])
@@ -104,7 +104,8 @@ def restore(result: Result) -> str:
         _restore_row("dense", dense, task_names),
         _restore_row("recompute", arms["recompute"], task_names),
     ]
-    for w_max in sorted({arm["w_max"] for arm in result["arms"] if arm["w_max"] is not None}):
+    tested = {arm["w_max"] for arm in result["arms"] if arm["w_max"] is not None}
+    for w_max in sorted(tested if cutoffs is None else tested.intersection(cutoffs)):
         rows.append(_restore_row(f"W_max {w_max}, NR", arms[f"nr-{w_max}"], task_names))
         rows.append(_restore_row(f"W_max {w_max}, WR", arms[f"wr-{w_max}"], task_names))
         random = [c for c in result["comparisons"] if c["w_max"] == w_max]
@@ -305,12 +306,13 @@ def _key_order(result: Result) -> str:
 # --- short forms for the README -------------------------------------------------------------------
 
 
-def update_by_state(result: Result) -> str:
-    """One row per layer and batch, one column per state format, time and ratio to FP32."""
+def update_by_state(result: Result, layers: Callable[[str], bool] = lambda _: True) -> str:
+    """One row per wanted layer and batch, one column per state format, time and ratio to FP32."""
     return _by_state(
         (
             (row["dims"]["name"], row["batch"], row["state"], row["step_s"])
             for row in result["rows"]
+            if layers(row["dims"]["name"])
         ),
         ("layer of", "batch"),
         lambda seconds: f"{1e6 * seconds:.3g} µs",
