@@ -9,7 +9,7 @@ import findings
 import pytest
 
 from hybridstate import api
-from hybridstate.figures.calibration import calibration_figures
+from hybridstate.figures.calibration import calibration_figures, steps_figure
 
 FORMATS = (
     "int8-step+reorder,nvfp4,damp-energy,damp-retention-only,damp-per-head,"
@@ -150,6 +150,25 @@ def test_pictures_have_their_numbers_beside_them(result: dict[str, Any], tmp_pat
         assert sum(mine) == pytest.approx(1.0, abs=0.01)
         assert mine == sorted(mine, reverse=True)
     assert calibration_figures({"validation": []}, "tiny", tmp_path) == ()
+
+
+def test_a_state_that_diverged_does_not_ruin_the_axis(
+    result: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    rows = [dict(row) for row in result["validation"]]
+    nvfp4 = next(row for row in rows if row["format"] == "nvfp4")
+    errors = [*nvfp4["steps"]["state_error"][:-1], 1.2e10]
+    nvfp4["steps"] = nvfp4["steps"] | {"state_error": errors}
+    assert steps_figure(result | {"validation": rows}, "tiny", tmp_path)
+    right = drawn[0].axes[1]
+    assert right.get_ylim()[1] < 100
+    assert [text.get_text() for text in right.texts] == ["nvfp4 goes on to 1e+10"]
+    last = [row for row in rows_of(tmp_path / "error_steps.csv") if row["format"] == "nvfp4"][-1]
+    assert float(last["state_error"]) == 1.2e10
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
