@@ -34,6 +34,7 @@ def bench_serve(
     fit: bool = False,
     workers: int = 1,
     deadline: float | None = None,
+    resume: Path | None = None,
     device: str = "auto",
     dtype: str = "auto",
     progress: Progress | None = None,
@@ -52,6 +53,7 @@ def bench_serve(
         fit: fit the cost model on half of the points and predict the others.
         workers: processes, on CUDA one GPU each.
         deadline: seconds after which no run begins; what is missing is said.
+        resume: an earlier result of the same sweep, perhaps a partial one; its complete points are not run again.
         device: `auto`, `cpu` or `cuda`.
         dtype: of the weights: `auto`, `float32`, `bfloat16` or `float16`.
         progress: called with (stage, done, total).
@@ -72,6 +74,7 @@ def bench_serve(
         fitting_scale,
         make_options,
         profile_of,
+        read_earlier,
     )
     from hybridstate.bench.sweep import Sweep, chosen_arms
     from hybridstate.bench.timing import device_record
@@ -130,6 +133,7 @@ def bench_serve(
         "simulated": False,
         "device": device_record(target),
     }
+    known = None if resume is None else read_earlier(resume, header, here.trace.to_json())
     pool = Workers(setting, here, workers)
     sweep = Sweep(
         dense,
@@ -141,6 +145,7 @@ def bench_serve(
         serve=pool,
         progress=progress,
         record=None if record is None else lambda found: record({**header, **found, "fit": None}),
+        known=known,
     )
     header |= sweep.header()
     try:

@@ -11,7 +11,7 @@ from hybridstate.errors import SourceError, UsageError
 if TYPE_CHECKING:
     from hybridstate.bench.cost_model import CostModel
     from hybridstate.bench.serving_arms import Profile
-    from hybridstate.bench.sweep import Options
+    from hybridstate.bench.sweep import Key, Options
     from hybridstate.bench.traces import Encode, Trace
     from hybridstate.checkpoint import Checkpoint
 
@@ -203,6 +203,32 @@ def kv_token_bytes(config: Mapping[str, Any]) -> int:
     if width is None and text.get("hidden_size") and text.get("num_attention_heads"):
         width = text["hidden_size"] // text["num_attention_heads"]
     return 2 * BF16_BYTES * int(heads) * int(width) if heads and width else 0
+
+
+def read_earlier(
+    path: Path, header: Mapping[str, Any], trace: Mapping[str, Any]
+) -> "dict[Key, dict[str, Any]]":
+    """Points of an earlier `bench serve` that goes on.
+
+    Raises:
+        SourceError: the file holds none.
+        UsageError: it was another sweep, or ran on another kind of device.
+    """
+    from hybridstate.bench.sweep import earlier
+
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        document = document.get("result", document)
+        same = ("model", "plan_digest", "scale", "dtype")
+        wanted = {**{name: header[name] for name in same}, "trace": trace}
+        document["device"] = document["device"]["name"]
+        return earlier(document, {**wanted, "device": header["device"]["name"]})
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise SourceError(
+            f"cannot read the points of {path.name}: {error}",
+            hint="a document of `bench serve`, whole or partial",
+            file=str(path),
+        ) from error
 
 
 def recorded_fit(

@@ -134,6 +134,9 @@ class Outcome:
     engine: dict[str, Any] | None = None
 
 
+Key = tuple[str, float, int, bool]
+"""Arm, ratio, limit, and whether on the control."""
+
 Serve = Callable[[Sequence[Job]], Iterable[Outcome | None]]
 """Outcomes of jobs in their order; None for one that was not begun."""
 
@@ -149,6 +152,7 @@ class Sweep:
         serve: runs jobs.
         progress: called with (stage, done, total).
         record: receives the points so far whenever one is complete.
+        known: complete points of an earlier run, which are taken as they are (`earlier`).
 
     Raises:
         UsageError: an option is out of range.
@@ -167,6 +171,7 @@ class Sweep:
         stage: str = "serve",
         progress: Progress | None = None,
         record: Callable[[dict[str, Any]], None] | None = None,
+        known: Mapping[Key, Mapping[str, Any]] | None = None,
     ) -> None:
         options.check()
         if options.scope == "state+kv" and kv_bytes < 1:
@@ -181,6 +186,7 @@ class Sweep:
         self._stage = stage
         self._progress = progress or (lambda *_: None)
         self._record = record or (lambda _: None)
+        self._known = known or {}
         extra = (len(options.limits) - 1) + (1 if options.control else 0)
         self._total = (len(options.ratios) + extra) * (1 + len(self.arms)) * options.seeds
         self._done = 0
@@ -223,21 +229,41 @@ class Sweep:
     def _collect(self, cases: Sequence[Case], into: list[dict[str, Any]]) -> None:
         """Serve every seed of the cases and add a point for each."""
         prepared = [(case, *self._prepare(case)) for case in cases]
+        old = [self._taken(case, head) for case, head, _ in prepared]
         jobs = [
             Job(case, pools, seed)
-            for case, _, pools in prepared
-            if pools is not None
+            for (case, _, pools), known in zip(prepared, old, strict=True)
+            if pools is not None and known is None
             for seed in range(self.options.seeds)
         ]
         outcomes = self._counted(self._serve(jobs))
-        for _, head, pools in prepared:
-            if pools is None:
-                into.append(head)
+        for (_, head, pools), known in zip(prepared, old, strict=True):
+            if pools is None or known is not None:
+                into.append(known or head)
+                compare(into)
                 continue
             found = [next(outcomes) for _ in range(self.options.seeds)]
             into.append(_point(head, [outcome for outcome in found if outcome is not None]))
             compare(into)
             self._record(self._found)
+
+    def _taken(self, case: Case, head: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The complete point of an earlier run; None without one.
+
+        Raises:
+            UsageError: it ran in other pools.
+        """
+        found = self._known.get((case.arm.name, case.ratio, case.limit, case.control))
+        if found is None or len(found.get("seeds", ())) < self.options.seeds:
+            return None
+        other = [name for name, value in head.items() if found.get(name) != value]
+        if other:
+            raise UsageError(
+                f"the earlier run had another {', '.join(other)} for {case.arm.name}",
+                hint="resume with the same options on the same kind of device",
+            )
+        self._done += self.options.seeds
+        return dict(found)
 
     def _counted(self, outcomes: Iterable[Outcome | None]) -> Iterator[Outcome | None]:
         self._progress(self._stage, self._done, self._total)
@@ -294,6 +320,29 @@ class Sweep:
             "policy": options.policy,
             "seeds": options.seeds,
         }
+
+
+def earlier(document: Mapping[str, Any], header: Mapping[str, Any]) -> dict[Key, dict[str, Any]]:
+    """Points of a document of the same sweep, for `known`.
+
+    Args:
+        document: the earlier result.
+        header: of the sweep that goes on; every entry has to be the same there.
+
+    Raises:
+        UsageError: it was another sweep.
+    """
+    other = [name for name, value in header.items() if document.get(name) != value]
+    if other:
+        raise UsageError(
+            f"the earlier run had another {', '.join(other)}",
+            hint="resume with the same options, model and trace",
+        )
+    return {
+        (p["arm"], p["ratio"], p["limit"], control): p
+        for control, points in ((False, "points"), (True, "control"))
+        for p in document[points]
+    }
 
 
 def _point(head: dict[str, Any], found: Sequence[Outcome]) -> dict[str, Any]:

@@ -91,6 +91,15 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume",
+            metavar="FILE",
+            help="Earlier result of the same sweep, whole or partial; complete points are not run again.",
+            show_default=False,
+        ),
+    ] = None,
     device: Device = "auto",
     dtype: Annotated[
         str,
@@ -135,6 +144,7 @@ def serve(
             fit=fit,
             workers=workers,
             deadline=deadline,
+            resume=resume,
             device=device,
             dtype=dtype,
             progress=out.progress,

@@ -168,6 +168,25 @@ def test_workers_find_the_same_hits(tiny_kda: Path, result: dict[str, Any]) -> N
         bench_serve(tiny_kda, workers=0, **SMALL)
 
 
+def test_a_run_goes_on_where_another_ended(
+    tmp_path: Path, tiny_kda: Path, result: dict[str, Any]
+) -> None:
+    file = tmp_path / "serve.json"
+    file.write_text(json.dumps({"result": result}))
+    arguments = {**SMALL, "seeds": 1, "deadline": 0.0, "resume": file}
+    found = bench_serve(tiny_kda, ratios=(0.25, 0.5, 1.0), arms=("damp", "wr+int8"), **arguments)
+    told = {(p["arm"], p["ratio"]): "skipped" not in p for p in found["points"]}
+    assert told == {(name, ratio): ratio < 1 for name, ratio in told}
+    assert all("skipped" not in point for point in found["control"])
+    assert len(told) == 9
+    with pytest.raises(UsageError, match="another scale, trace"):
+        bench_serve(tiny_kda, **{**arguments, "scale": 2 * SCALE})
+    changed = {**result, "points": [{**p, "slots_native": 1} for p in result["points"]]}
+    file.write_text(json.dumps(changed))
+    with pytest.raises(UsageError, match="another slots_native for dense"):
+        bench_serve(tiny_kda, ratios=(0.25,), **arguments)
+
+
 def test_command_writes_document_and_figures(tmp_path: Path, tiny_kda: Path) -> None:
     arguments = ["bench", "serve", str(tiny_kda), "--device", "cpu", "--scale", str(SCALE)]
     arguments += ["--conversations", "3", "--clients", "2", "--limit", "2", "--seeds", "1"]
