@@ -23,7 +23,7 @@ from hybridstate.kernels.ring_reference import Ring
 
 LENGTHS: Final = (4, 8, 16)
 PHASES: Final = ("mixed", "aligned")
-CHECKED_BATCH: Final = 3
+CHECKED_BATCH: Final = 4
 LAUNCHES: Final = 4096
 """Most launches of one graph, L of every set of slots."""
 

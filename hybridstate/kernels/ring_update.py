@@ -185,7 +185,7 @@ def check(
     fused: bool = False,
     seed: int = 20,
 ) -> dict[str, Any]:
-    """Several steps at mixed phases, then a flush, beside `ring_reference` on the CPU.
+    """Several steps at mixed phases, then a flush, beside `ring_reference` in float64 on the same device.
 
     The reference is restarted from the tested pool and ring before every step, so that an error shows where it
     arises and rounding to another INT8 code is not carried on.
@@ -198,32 +198,34 @@ def check(
     K, V = layout.key_dim, layout.value_dim
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator).to(device)
 
     scale = draw(heads, V).mul(0.3).exp() if scaled else None
     fusion = NO_FUSION
     if fused:
         drawn = draw_fusion(heads, K, per_channel, generator)
         fusion = StepFusion(drawn.a_log, drawn.dt_bias, drawn.lower_bound, drawn.beta_scale)
-    pool = layout.pack(draw(batch + 1, heads, K, V)).to(device)
+        fusion = fusion.to(torch.device(device))
+    pool = layout.pack(draw(batch + 1, heads, K, V))
     ring = Ring.empty(
         batch + 1, key_heads, heads, layout, every, per_channel=per_channel, device=device
     )
     slots = torch.randperm(batch + 1, generator=generator)[:batch]
     ring.start(torch.arange(batch + 1, device=device))
     slots[1] = -1
+    slots = slots.to(device)
     live = slots >= 0
     rows = slots[live]
     worst = {"output": 0.0, "state": 0.0, "storage": 0.0, "entry": 0.0}
     problems = []
     for turn in range(steps + 1):
-        before, held = pool.cpu(), _on_cpu(ring)
-        wanted_pool, wanted = before.clone(), _on_cpu(ring)
+        before, held = pool.clone(), _copied(ring)
+        wanted_pool, wanted = before.clone(), _copied(ring)
         exact_state = layout.unpack(before[rows]).double()
         if turn == steps:
             exact = ring_reference.ring_state(exact_state, held, rows)
             moved = held.phases[rows] > 0
-            flush(pool, ring, slots.to(device), layout)
+            flush(pool, ring, slots, layout)
             ring_reference.ring_flush(wanted_pool, wanted, slots, layout)
         else:
             vectors = [draw(batch, key_heads, K).bfloat16() for _ in range(2)]
@@ -231,18 +233,14 @@ def check(
             g = -0.2 * draw(*((batch, heads, K) if per_channel else (batch, heads))).abs()
             beta = draw(batch, heads).sigmoid()
             inputs = [*vectors, v, g, beta]
-            out = torch.full_like(v, float("nan"), device=device)
-            on_device = None if scale is None else scale.to(device)
-            step(
-                *(x.to(device) for x in inputs), pool, ring, slots.to(device), out, on_device, layout,
-                fusion.to(torch.device(device)),
-            )  # fmt: skip
-            expected = torch.empty(v.shape, dtype=torch.float64)
+            out = torch.full_like(v, float("nan"))
+            step(*inputs, pool, ring, slots, out, scale, layout, fusion)
+            expected = torch.empty(v.shape, dtype=torch.float64, device=device)
             qd, kd, vd, gd, betad = (x.double() for x in inputs)
             ring_reference.ring_step(
                 qd, kd, vd, gd, betad, wanted_pool, wanted, slots, expected, scale, layout, fusion
             )
-            found = out.cpu().double()
+            found = out.double()
             worst["output"] = max(worst["output"], _relative(found[live], expected[live]))
             if bool((found[~live] != 0).any()):
                 problems.append(f"a padding row is not zero at step {turn}")
@@ -253,10 +251,10 @@ def check(
             )
             exact = ring_reference.ring_state(exact_state, held, rows, entry, sums)
             moved = held.phases[rows] >= every - 1
-        after = pool.cpu()
-        if not torch.equal(ring.phases.cpu(), wanted.phases):
+        after = pool.clone()
+        if not torch.equal(ring.phases, wanted.phases):
             problems.append(f"phases differ after step {turn}")
-        still = torch.ones(after.shape[:2], dtype=torch.bool)
+        still = torch.ones(after.shape[:2], dtype=torch.bool, device=device)
         still[rows] = ~moved
         if not torch.equal(after[still], before[still]):
             problems.append(f"a state was written out of turn at step {turn}")
@@ -269,7 +267,7 @@ def check(
                 problems.append(
                     f"state error {error:.2e} at step {turn}, storage alone gives {least:.2e}"
                 )
-        found_ring = _on_cpu(ring)
+        found_ring = _copied(ring)
         for name in ("keys", "values", "gates"):
             mine, theirs = getattr(found_ring, name), getattr(wanted, name)
             worst["entry"] = max(worst["entry"], _relative(mine.double(), theirs.double()))
@@ -283,10 +281,10 @@ def _relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
-def _on_cpu(ring: Ring) -> Ring:
+def _copied(ring: Ring) -> Ring:
     """A copy that later steps leave alone."""
     parts = (ring.keys, ring.values, ring.gates, ring.phases)
-    return Ring(*(x.detach().cpu().clone() for x in parts))
+    return Ring(*(x.clone() for x in parts))
 
 
 def _check(
