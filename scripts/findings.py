@@ -362,13 +362,25 @@ def validation(results: Results) -> str:
             f"{100 * high:.0f} % of the units lie "
             f"on the same side of a cutoff; of {omitted:,} omissions {wrong:,} "
             f"({100 * wrong / omitted:.1f} %) were of "
-            "a unit that remembers longer than the cutoff."
+            f"a unit that remembers longer than the cutoff{_harmful(found)}."
         )
     return (
         "Rank agreement is not agreement about a cutoff. "
         + " ".join(lines)
-        + " Nearly all disagreement is the harmless way round: the static horizon keeps units that forget sooner."
+        + " Most disagreement is the harmless way round: the static horizon keeps units that forget sooner."
     )
+
+
+def _harmful(found: Result) -> str:
+    """Share of the disagreement at the largest cutoff in which a unit is omitted too early."""
+    if not found.get("units"):
+        return ""
+    last = found["cutoffs"][-1]
+    pairs = found["prefixes"] * len(found["units"]["static_horizon"])
+    apart = round((1 - last["same_side"]) * pairs)
+    if not apart:
+        return ""
+    return f" ({100 * last['omitted_but_longer'] / apart:.0f} % of the disagreement at {last['w_max']})"
 
 
 def gate_input(results: Results) -> str:

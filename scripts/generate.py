@@ -54,7 +54,9 @@ def model_name(path: Path, document: dict[str, Any]) -> str:
 def source_line(path: Path, document: dict[str, Any]) -> str:
     """Where a table comes from: file, device, versions, commit."""
     result = document["result"]
-    env: dict[str, Any] = document.get("provenance") or result.get("versions") or {}
+    env: dict[str, Any] = (
+        document.get("provenance") or result.get("provenance") or result.get("versions") or {}
+    )
     parts = [f"[{path.name}](../{path.relative_to(ROOT)})"]
     parts += [str(env["device"])] if env.get("device") else []
     parts += [
@@ -248,8 +250,15 @@ RESULTS: tuple[Section, ...] = (
     Section("Restoring a cached prefix", "restore-*.json", tables.restore, pictures=("restore",)),
     Section("DASC against random masks of the same size", "restore-*.json", tables.advantage),
     Section("What the models need their state for", "restore-*.json", tables.interventions),
-    Section("Answers after compressed hits", "quality-*.json", quality_tables.quality),
+    Section("The prefix cache under random operations", "cache-stress.json", tables.stress),
+    Section(
+        "Answers after compressed hits",
+        "quality-*.json",
+        quality_tables.quality,
+        lambda results: " ".join(filter(None, map(quality_tables.untrained, results.values()))),
+    ),
     Section("Answers by task", "quality-*.json", quality_tables.by_task, level=3),
+    Section("Answers by format of the state", "quality-*.json", quality_tables.formats, level=3),
     Section("Precision of the live state", CALIBRATED, comment=findings.precision, wanted=trained),
     *(
         Section(

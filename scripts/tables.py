@@ -303,6 +303,49 @@ def _key_order(result: Result) -> str:
     return f"\n\nKey order of the packed state: {order}." if order else ""
 
 
+# --- the prefix cache under random operations -------------------------------------------------------
+
+
+def stress(result: Result) -> str:
+    """Random operations on the cache: what happened, what leaked, and replies against the request alone."""
+    alone = [
+        [
+            row["arm"],
+            f"{sum(row['operations'].values()):,}",
+            f"{row['counters']['requests']:,}",
+            f"{row['reclamations']:,}",
+            str(row["leaked_slots"]),
+        ]
+        for row in result["without_tensors"]
+    ]
+    models = [
+        [
+            f"`{row['model']}`, {row['arm']}",
+            f"{row['operations']:,}",
+            f"{row['starts']['dense']} / {row['starts']['compressed']} / {row['starts']['miss']}",
+            f"{row['replies_compared']:,}",
+            str(row["replies_that_differ"]),
+            str(row["leaked_slots"]),
+        ]
+        for row in result["models"]
+    ]
+    first = markdown(
+        ["cache without tensors", "operations", "requests", "reclaimed", "leaked"], alone
+    )
+    second = markdown(
+        [
+            *("with models", "operations", "dense / compressed / missed starts"),
+            *("replies compared", "differ", "leaked"),
+        ],
+        models,
+    )
+    note = (
+        "Operations are random (submit, wait, step, finish, abort, evict, clear, transfer). A reply "
+        "is compared with that of the same request without a cache; requests are synthetic."
+    )
+    return f"{first}\n\n{second}\n\n{note}"
+
+
 # --- short forms for the README -------------------------------------------------------------------
 
 
