@@ -150,12 +150,17 @@ class CostModel:
         return cls.from_json(document, path.name)
 
 
+REWEIGHTINGS: Final = 5
+"""Fits of one operation, each weighted by the one before."""
+
 Operations = Mapping[str, Sequence[Sequence[float]]]
 """Kind -> rows of arguments of `features`, the measured seconds last."""
 
 
 def fit(operations: Operations, source: str) -> CostModel:
-    """Least squares per operation, weighted by the time itself so that short ones count as much as long ones.
+    """Least squares per operation, weighted by the expected time so that short ones count as much as long ones.
+
+    Weights of the measured times themselves would favour the fast ones of a noisy kind, and sums would come out short.
 
     A coefficient that comes out negative is set to zero and the others are fitted again. Operations of which fewer
     were measured than they have coefficients keep their default, a replay takes the prefill's.
@@ -174,7 +179,10 @@ def fit(operations: Operations, source: str) -> CostModel:
         if not bool((seconds > 0).all()) or not bool(np.isfinite(seconds).all()):
             raise NumericError(f"a measured {kind} took no positive time")
         design = np.array([features(kind, *row[:-1]) for row in rows], float)
-        coefficients[kind], errors[kind] = _least_squares(design, seconds)
+        expected = seconds
+        for _ in range(REWEIGHTINGS):
+            coefficients[kind], errors[kind] = _least_squares(design, seconds, expected)
+            expected = np.maximum(design @ np.array(coefficients[kind]), 1e-3 * seconds)
         fitted.append(f"{kind} ({len(rows)})")
     if "prefill" in errors and "replay" not in errors:
         coefficients["replay"] = coefficients["prefill"]
@@ -186,11 +194,11 @@ def fit(operations: Operations, source: str) -> CostModel:
 
 
 def _least_squares(
-    design: np.ndarray[Any, Any], seconds: np.ndarray[Any, Any]
+    design: np.ndarray[Any, Any], seconds: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Non-negative coefficients and their standard errors (0 for those that were set to zero)."""
-    weighted = design / seconds[:, None]
-    target = np.ones(len(seconds))
+    weighted = design / expected[:, None]
+    target = seconds / expected
     scale = np.maximum(np.abs(weighted).max(0), 1e-300)
     used = np.flatnonzero(np.abs(weighted).max(0) > 0)
     while True:

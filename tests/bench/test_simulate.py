@@ -293,6 +293,14 @@ def test_fit_recovers_coefficients_with_error_bars() -> None:
     assert again.coefficients == dict(fitted.coefficients)
 
 
+def test_sums_of_a_noisy_operation_are_predicted() -> None:
+    """Times with a long tail: what counts is their mean, not the usual one."""
+    rng = np.random.Generator(np.random.PCG64(9))
+    seconds = 0.01 * np.exp(rng.standard_normal(400))
+    fitted = fit({"pack": [[100.0, float(s)] for s in seconds]}, "test")
+    assert fitted.seconds("pack", 100.0) == pytest.approx(seconds.mean(), rel=0.01)
+
+
 def test_wrong_cost_models_are_refused(tmp_path: Path) -> None:
     for text in (
         '{"walk": {}}',
