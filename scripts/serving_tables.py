@@ -1,0 +1,258 @@
+"""Write the generated blocks of docs/serving.md from recorded runs; `--check` fails when the page differs.
+
+    python scripts/serving_tables.py [--check]
+
+Sources: benchmarks/serve-*.json (`bench serve`), benchmarks/simulate-*.json (`bench simulate`) and
+benchmarks/cache-stress.json (scripts/cache_stress.py). A block without a source says that nothing was recorded.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tables
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+PAGE = ROOT / "docs" / "serving.md"
+PAPER_CUT = -0.42
+"""Change of the mean TTFT that DASC reports (abstract, 5.4); another model and trace."""
+
+BLOCK = re.compile(
+    r"(?P<head><!-- generated: (?P<name>[a-z-]+)[^>]*-->\n)(?P<body>.*?)(?P<tail><!-- end -->)",
+    re.S,
+)
+
+Result = Mapping[str, Any]
+
+
+# -- tables, from parsed JSON -------------------------------------------------------------------------
+
+
+def operating(result: Result) -> str:
+    """Every arm at the operating point and each limit, and on the control."""
+    chosen = result["operating_point"]["ratio"]
+    rows = []
+    for name, points in (("trace", result["points"]), ("control", result["control"])):
+        found = [p for p in points if p["ratio"] == chosen]
+        found.sort(key=lambda p: -p["limit"])
+        rows += [_row(name, p) for p in found]
+    head = ("arm", "on", "running", "native", "compressed", "token hit", "mean TTFT", "P95", "TPOT")
+    return tables.markdown((*head, "mean E2E", "TTFT against dense", "seeds"), rows)
+
+
+def _row(name: str, point: Result) -> list[str]:
+    head = [point["arm"], name, str(point["limit"])]
+    if "mean" not in point:
+        return [*head, *[""] * 7, "not run", ""]
+    mean, ours = point["mean"], point["mean"]["hybridstate"]
+    change = point.get("against_dense", {}).get("ttft")
+    return [
+        *head,
+        f"{point['slots_native']:,}",
+        f"{point['slots_compressed']:,}",
+        tables.percent(ours["token_hit_rate"]),
+        f"{mean['mean_ttft_ms'] / 1e3:.3f} s",
+        f"{mean['p95_ttft_ms'] / 1e3:.3f} s",
+        f"{mean['mean_tpot_ms']:.2f} ms",
+        f"{mean['mean_e2e_latency_ms'] / 1e3:.3f} s",
+        "" if change is None else f"{100 * change:+.1f} %",
+        str(len(point["seeds"])),
+    ]
+
+
+def sweep(result: Result) -> str:
+    """Mean TTFT and token hit rate of every arm at every working set, at the first limit."""
+    limit = result["points"][0]["limit"]
+    points = [p for p in result["points"] if p["limit"] == limit]
+    ratios = sorted({p["ratio"] for p in points})
+    found = {(p["arm"], p["ratio"]): p for p in points}
+    rows = []
+    for arm in dict.fromkeys(p["arm"] for p in points):
+        cells = []
+        for ratio in ratios:
+            point = found.get((arm, ratio))
+            if point is None or "mean" not in point:
+                cells.append("")
+                continue
+            mean = point["mean"]
+            hit = 100 * mean["hybridstate"]["token_hit_rate"]
+            cells.append(f"{mean['mean_ttft_ms'] / 1e3:.3f} s, {hit:.1f} %")
+        rows.append([arm, *cells])
+    return tables.markdown(["arm", *(f"ratio {ratio:g}" for ratio in ratios)], rows)
+
+
+def finding(result: Result) -> str:
+    """What the rule chose and what the arms gained there, beside the paper's figure."""
+    point = result["operating_point"]
+    limit = result["points"][0]["limit"]
+    gains = [
+        (p["against_dense"]["ttft"], p["arm"])
+        for p in result["points"]
+        if p["ratio"] == point["ratio"]
+        and p["limit"] == limit
+        and p["arm"] != "dense"
+        and "against_dense" in p
+    ]
+    hits = ", ".join(f"{k} {100 * v:.1f} %" for k, v in point["dense_token_hit_rates"].items())
+    text = (
+        f"The rule chose ratio {point['ratio']:g} (dense token hit {tables.percent(point['dense_token_hit_rate'])}; "
+        f"by ratio: {hits})."
+    )
+    if gains:
+        best, arm = min(gains)
+        text += (
+            f" There `{arm}` changes the mean TTFT by {100 * best:+.1f} %; DASC reports "
+            f"{100 * PAPER_CUT:.0f} % on its model and trace."
+        )
+    return text
+
+
+def fit(result: Result) -> str:
+    """Measured and predicted points of a fit; empty without one."""
+    fitted = result.get("fit")
+    if not fitted:
+        return ""
+    held = [row for row in fitted["points"] if not row["fitted"]]
+    within = sum(abs(r["ttft_error"]) <= 0.15 and abs(r["hit_error"]) <= 0.03 for r in held)
+    return (
+        f"Cost model fitted on {len(fitted['points']) - len(held)} points: of the {len(held)} others {within} are "
+        f"within 15 % in mean TTFT and 3 points in hit rate; largest errors "
+        f"{100 * fitted['largest_ttft_error']:.1f} % and {100 * fitted['largest_hit_error']:.1f} points."
+    )
+
+
+def conditions(result: Result) -> str:
+    """What was served, on what, and whose seconds these are."""
+    trace, profile = result["trace"], result["profile"]
+    seconds = (
+        f"simulated, seconds: {result['cost_model']['source']}"
+        if result["simulated"]
+        else f"measured on {result['device']['name']} ({result['dtype']})"
+    )
+    placed = (
+        f"; TP {profile['tp']}, placements {', '.join(profile['balances'])}"
+        if profile["tp"] > 1
+        else ""
+    )
+    return (
+        f"`{result['model']}`: {seconds}{placed}. Trace `{trace['name']}`: {trace['note']}. {profile['note']}. "
+        f"{result['clients']} clients, think time {result['think_s']:g} s, budget {result['budget_scope']}, "
+        f"policy {result['policy']}, working set {result['working_set']} states, {result['seeds']} seeds."
+    )
+
+
+def stress(result: Result) -> str:
+    """Operations, reclamations and leaks of each arm; replies compared on the models."""
+    rows = []
+    for entry in result["without_tensors"]:
+        done = entry["operations"]
+        tried = sum(done.values())
+        counted = [done["submit"], done["finish"], done["abort"], entry["counters"]["demotions"]]
+        rows.append(
+            [
+                "no tensors",
+                entry["arm"],
+                f"{tried:,}",
+                *(f"{n:,}" for n in (*counted, entry["reclamations"])),
+                "",
+                str(entry["leaked_slots"]),
+            ]
+        )
+    for entry in result["models"]:
+        counters = entry["counters"]
+        finished = counters["requests"] - counters["aborts"]
+        rows.append(
+            [
+                entry["model"],
+                entry["arm"],
+                f"{entry['operations']:,}",
+                f"{counters['requests']:,}",
+                f"{finished:,}",
+                f"{counters['aborts']:,}",
+                f"{counters['demotions']:,}",
+                "",
+                f"{entry['replies_compared']:,}, {entry['replies_that_differ']} differ",
+                str(entry["leaked_slots"]),
+            ]
+        )
+    head = (
+        "on",
+        "arm",
+        "operations",
+        "submitted",
+        "finished",
+        "aborted",
+        "demotions",
+        "reclamations",
+    )
+    return tables.markdown((*head, "replies compared", "leaked slots"), rows)
+
+
+# -- the page -----------------------------------------------------------------------------------------
+
+
+def recorded(pattern: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Documents by name; the result with the command that made it."""
+    for path in sorted(BENCHMARKS.glob(pattern)):
+        yield path, json.loads(path.read_text())
+
+
+def runs(pattern: str) -> str:
+    """All tables of every recorded run."""
+    parts = []
+    for path, document in recorded(pattern):
+        result = document["result"]
+        command = " ".join(("hybridstate", *document["arguments"]))
+        parts += [
+            f"### {path.stem}",
+            conditions(result),
+            finding(result),
+            *([text] if (text := fit(result)) else []),
+            operating(result),
+            sweep(result),
+            f"Source: [{path.name}](../benchmarks/{path.name}). Command: `{command}`.",
+        ]
+    return "\n\n".join(parts) or "Nothing recorded yet."
+
+
+def stress_block() -> str:
+    return "\n\n".join(stress(result) for _, result in recorded("cache-stress.json"))
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "serve": lambda: runs("serve-*.json"),
+    "simulate": lambda: runs("simulate-*.json"),
+    "cache-stress": stress_block,
+}
+
+
+def filled(text: str) -> str:
+    """The page with every block written anew."""
+
+    def fill(match: re.Match[str]) -> str:
+        body = BLOCKS[match["name"]]()
+        return f"{match['head']}\n{body}\n\n{match['tail']}"
+
+    return BLOCK.sub(fill, text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write or check; 1 when the page differs."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
+    options = parser.parse_args(arguments)
+    text = PAGE.read_text(encoding="utf-8")
+    new = filled(text)
+    if options.check:
+        return int(new != text)
+    PAGE.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
