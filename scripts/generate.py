@@ -18,6 +18,7 @@ from typing import Any
 import calibration_tables
 import family_tables
 import findings
+import kernel_tables
 import quality_tables
 import reading_table
 import scale_tables
@@ -149,6 +150,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "families": family_tables.families,
     "releases": family_tables.releases,
     "reading": reading_table.reading,
+    **kernel_tables.blocks(recorded, source_line),
 }
 
 
@@ -172,6 +174,10 @@ def families() -> str:
 
 def reading() -> str:
     return filled("docs/reading.md")
+
+
+def kernels() -> str:
+    return filled("docs/kernels.md")
 
 
 Table = Callable[[dict[str, Any]], str]
@@ -368,6 +374,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "README.md": readme,
     "docs/families.md": families,
     "docs/reading.md": reading,
+    "docs/kernels.md": kernels,
     "docs/results.md": results,
     "docs/cli.md": command_line,
     "plans/plan.schema.json": plan_schema,
@@ -387,6 +394,12 @@ def draw_figures() -> None:
         restore_figure,
         validation_figures,
     )
+    from hybridstate.figures.update import update_figure
+
+    for path, document in recorded("update.json"):
+        (ROOT / "figures" / "update").mkdir(parents=True, exist_ok=True)
+        update_figure(document["result"], ROOT / "figures" / "update")
+        print(f"figures/update/ from {path.name}")
 
     for name in filter(embedded, MODELS):
         folder = ROOT / "figures" / name

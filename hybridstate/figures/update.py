@@ -1,0 +1,109 @@
+"""Picture of `bench update`: latency of one step against the batch by state format, with the floor of its bytes."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from hybridstate.figures.style import COLOURS, digits, new_figure, save_figure
+
+_STATES: Final = {
+    "fp32": ("FP32", COLOURS[6], "o"),
+    "bf16": ("BF16", COLOURS[1], "s"),
+    "fp16": ("FP16", COLOURS[4], "^"),
+    "damp": ("DAMP, every step", COLOURS[0], "D"),
+}
+_RING_COLOURS: Final = (COLOURS[2], COLOURS[3], COLOURS[5])
+_PHASES: Final = "mixed"
+_LAYERS: Final = ("qwen3-next", "kimi-linear")
+"""Drawn side by side where they were measured; all layers otherwise."""
+
+
+def update_figure(result: Mapping[str, Any], folder: Path) -> None:
+    """One panel per layer: measured medians with 10th to 90th percentile, and dotted the least time of their bytes.
+
+    The floor is a step's bytes over the fastest in-place pass of the same run.
+
+    Args:
+        result: the `result` of `bench update`.
+        folder: existing; gets latency.png and latency.csv.
+    """
+    names = list(dict.fromkeys(row["dims"]["name"] for row in result["rows"]))
+    names = [name for name in _LAYERS if name in names] or names
+    fastest = 1e9 * max(row["pass_gb_per_s"] for row in result["rows"])
+    rows: list[tuple[object, ...]] = []
+    figure = new_figure(4.6 * len(names), 3.6)
+    panels = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
+    for axes, name in zip(panels, names, strict=True):
+        for label, colour, marker, line in _lines(result, name):
+            batches = [row["batch"] for row in line]
+            seconds = [row["step_s"] for row in line]
+            floors = [_bytes(row) / fastest for row in line]
+            middle = [1e6 * s["median"] for s in seconds]
+            spread = [
+                [m - 1e6 * s["p10"] for m, s in zip(middle, seconds, strict=True)],
+                [1e6 * s["p90"] - m for m, s in zip(middle, seconds, strict=True)],
+            ]
+            axes.errorbar(
+                batches, middle, yerr=spread, fmt=f"{marker}-", markersize=3.5, linewidth=1.1,
+                capsize=2, color=colour, label=label,
+            )  # fmt: skip
+            axes.plot(batches, [1e6 * f for f in floors], ":", linewidth=1.0, color=colour)
+            rows += [
+                (
+                    name,
+                    label,
+                    row["batch"],
+                    *(digits(s[x]) for x in ("median", "p10", "p90")),
+                    _bytes(row),
+                    digits(floor),
+                )
+                for row, s, floor in zip(line, seconds, floors, strict=True)
+            ]
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(batches, [str(b) for b in batches], fontsize=8)
+        axes.set_xlabel("batch")
+        axes.set_title(f"layer of {name}", fontsize=9)
+        axes.grid(axis="y", linewidth=0.4, alpha=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("µs a step (dotted: its bytes)", fontsize=8)
+    figure.suptitle(
+        f"one update of the recurrent state, {result['device']['name']}, synthetic inputs",
+        fontsize=10,
+        x=0.01,
+        ha="left",
+    )
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", fontsize=8, frameon=False, ncols=4)
+    header = ("layer", "state", "batch", "median_s", "p10_s", "p90_s", "bytes", "floor_s")
+    save_figure(figure, folder / "latency", header, rows)
+
+
+def _lines(
+    result: Mapping[str, Any], name: str
+) -> list[tuple[str, str, str, list[Mapping[str, Any]]]]:
+    """Label, colour, marker and rows by batch of every format of a layer."""
+    found = []
+    gate = result["rows"][0].get("gate")
+    for state, style in _STATES.items():
+        line = [
+            row
+            for row in result["rows"]
+            if (row["dims"]["name"], row["state"], row.get("gate")) == (name, state, gate)
+        ]
+        if line:
+            found.append((*style, sorted(line, key=lambda row: row["batch"])))
+    rings = [
+        row
+        for row in result.get("rings", ())
+        if (row["dims"]["name"], row["phases"], row["gate"]) == (name, _PHASES, gate)
+    ]
+    lengths = sorted({row["every"] for row in rings})
+    for every, colour in zip(lengths, _RING_COLOURS, strict=False):
+        line = sorted((r for r in rings if r["every"] == every), key=lambda row: row["batch"])
+        found.append((f"DAMP, every {every} steps", colour, "v", line))
+    return found
+
+
+def _bytes(row: Mapping[str, Any]) -> int:
+    return int(row["state_bytes"] + row["io_bytes"] + row.get("ring_bytes", 0))

@@ -1,0 +1,208 @@
+"""Tables of docs/kernels.md from benchmarks/{kernels,ring,codecs,update}.json."""
+
+import statistics
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from tables import Result, markdown, percent, times
+
+FORM_BATCHES = (256, 64, 16, 8, 4, 1)
+PASS_NAMES = {"packed": "packed bytes", "bf16": "16-bit bytes", "fp32": "FP32 bytes"}
+PHASE_NAMES = ("mixed", "aligned", "aligned, two kernels")
+
+
+def _microseconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def passes(result: Result) -> str:
+    """The in-place pass over the bytes of each state format."""
+    found = {(r["pass"], r["batch"]): r for r in result["rows"] if "pass" in r}
+    rows = [
+        [
+            title,
+            *(
+                f"{found[name, b]['median_us']:.3g} ({found[name, b]['gb_per_s'] / 1e3:.2f})"
+                if (name, b) in found
+                else ""
+                for b in FORM_BATCHES
+            ),
+        ]
+        for name, title in PASS_NAMES.items()
+    ]
+    return markdown(["`x += 1` over", *(f"batch {b}: us (TB/s)" for b in FORM_BATCHES)], rows)
+
+
+def forms(result: Result) -> str:
+    """Microseconds of every form of the kernels by batch; the fastest packed one of each batch is bold."""
+    times_by: dict[str, dict[int, float]] = {}
+    for row in result["rows"]:
+        if "variant" in row and "median_us" in row:
+            times_by.setdefault(row["variant"], {})[row["batch"]] = row["median_us"]
+    best = {
+        (kind, b): min(
+            (t[b] for n, t in times_by.items() if b in t and n.startswith(kind) and _is_packed(n)),
+            default=0.0,
+        )
+        for kind in ("gdn", "kda")
+        for b in FORM_BATCHES
+    }
+    rows = []
+    for name, found in times_by.items():
+        cells = []
+        for b in FORM_BATCHES:
+            text = _microseconds(found.get(b))
+            top = _is_packed(name) and found.get(b) == best.get((name[:3], b))
+            cells.append(f"**{text}**" if text and top else text)
+        rows.append([name, *cells])
+    return markdown(["form", *(f"{b}" for b in FORM_BATCHES)], rows)
+
+
+def _is_packed(name: str) -> bool:
+    """Packed states of 128 x 128 and K_hi 16, by the variant's name."""
+    return name.split(" ", 1)[1].startswith(("packed 128", "packed 64", "packed 32", "split")) and (
+        "-k" not in name and "-v" not in name
+    )
+
+
+def ring(result: Result) -> str:
+    """Deferred requantisation: mean over L steps by batch, ring length and phases."""
+    steps = [r for r in result["rows"] if r["what"] == "step"]
+    rows = []
+    for batch in sorted({r["batch"] for r in steps}, reverse=True):
+        for every in sorted({r["every"] for r in steps}):
+            line = [str(batch), "every step" if every == 1 else f"L = {every}"]
+            for kind in ("gdn", "kda"):
+                named = {
+                    r["name"].removesuffix(" phases"): r
+                    for r in steps
+                    if (r["batch"], r["every"], r["kind"]) == (batch, every, kind)
+                }
+                if every == 1:
+                    found = next((r for n, r in named.items() if "update.py" in n), None)
+                    cells = [_ring_time(found), "", ""]
+                else:
+                    mixed = named.get("mixed")
+                    single = named.get("aligned") or named.get("aligned, one kernel")
+                    found = mixed or single
+                    cells = [_ring_time(x) for x in (mixed, single, named.get(PHASE_NAMES[2]))]
+                line += [*cells, "" if found is None else f"{found['bits_per_value']:.2f}"]
+            rows.append(line)
+    heads = [
+        f"{k} {x}" for k in ("GDN", "KDA") for x in ("mixed", "aligned", "two kernels", "bits")
+    ]
+    return markdown(["batch", "rewritten", *heads], rows)
+
+
+def _ring_time(row: Result | None) -> str:
+    return "" if row is None else _microseconds(statistics.median(row["us_mean"]))
+
+
+def ring_bytes(result: Result) -> str:
+    """Bytes of one step at the largest batch, by part."""
+    steps = [r for r in result["rows"] if r["what"] == "step"]
+    largest = max(r["batch"] for r in steps)
+    rows, seen = [], set()
+    for r in steps:
+        key = (r["kind"], r["every"])
+        if r["batch"] != largest or key in seen:
+            continue
+        seen.add(key)
+        parts = [r["bytes"][name] / 1e6 for name in ("state", "ring", "io")]
+        rows.append([r["kind"], str(r["every"]), *(f"{x:.1f}" for x in (*parts, sum(parts)))])
+    head = ["gate", "L", "state MB", "ring MB", "inputs and output MB", "a step MB"]
+    return markdown(head, rows)
+
+
+def drift(result: Result) -> str:
+    """Error of the state after many steps against float64, and how much less than every step's."""
+    rows = []
+    for r in result["rows"]:
+        if r["what"] != "drift":
+            continue
+        base = r["state"]["1"]
+        cells = [
+            f"{x:.4f}" + ("" if every == "1" else f" ({base / x:.2f}x less)")
+            for every, x in r["state"].items()
+        ]
+        rows.append([r["kind"], f"{r['steps']:,}", *cells])
+    lengths = next(iter(r["state"] for r in result["rows"] if r["what"] == "drift"))
+    return markdown(["gate", "steps", *(f"L = {x}" for x in lengths)], rows)
+
+
+def codecs(result: Result) -> str:
+    """Transfers of whole states, each beside the in-place pass of the same run."""
+    rows = [
+        [
+            row["model"],
+            row["transfer"],
+            f"{row['bytes'] / 1e6:,.0f}",
+            f"{1e6 * row['launch_s']['median']:.1f}",
+            f"{row['gb_per_s']:,.0f}",
+            percent(row["share_of_pass"]),
+        ]
+        for part in result["codecs"]
+        for row in part["rows"]
+    ]
+    head = ["layers of", "transfer", "MB", "us", "GB/s", "of the in-place pass"]
+    return markdown(head, rows)
+
+
+def tokens(result: Result) -> str:
+    """Several tokens in one launch beside as many single steps."""
+    rows = [
+        [
+            t["name"],
+            f"{1e6 * t['one_launch_s']['median']:.1f}",
+            f"{1e6 * t['single_steps_s']['median']:.1f}",
+            times(t["single_steps_s"]["median"] / t["one_launch_s"]["median"]),
+        ]
+        for t in result["tokens"]
+    ]
+    return markdown(["layout, gate, batch, tokens", "one launch, us", "single steps, us", ""], rows)
+
+
+def rivals(result: Result) -> str:
+    """Fastest other kernel of each width and place, over the packed step's time."""
+    columns = ("fp32, in place", "fp32, out of place", "16-bit, in place", "16-bit, out of place")
+    rows = [
+        [
+            entry["dims"],
+            str(entry["batch"]),
+            entry.get("state", "damp"),
+            f"{1e6 * entry['damp_s']:.3g}",
+            *(times(entry["fastest"].get(c, {}).get("over_damp")) for c in columns),
+        ]
+        for entry in result.get("fastest", [])
+        if entry["fastest"]
+    ]
+    return markdown(["layer of", "batch", "state", "us", *columns], rows) if rows else ""
+
+
+TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
+    "kernel-passes": ("kernels.json", passes),
+    "kernel-forms": ("kernels.json", forms),
+    "kernel-rivals": ("update.json", rivals),
+    "kernel-ring": ("ring.json", ring),
+    "kernel-ring-bytes": ("ring.json", ring_bytes),
+    "kernel-drift": ("ring.json", drift),
+    "kernel-codecs": ("codecs.json", codecs),
+    "kernel-tokens": ("codecs.json", tokens),
+}
+"""Block of docs/kernels.md: recorded file and table."""
+
+
+def blocks(
+    recorded: Callable[[str], Iterable[tuple[Any, dict[str, Any]]]],
+    source: Callable[[Any, dict[str, Any]], str],
+) -> dict[str, Callable[[], str]]:
+    """Functions that write the blocks; "" where the file does not exist."""
+
+    def block(pattern: str, table: Callable[[Result], str]) -> Callable[[], str]:
+        def write() -> str:
+            parts = [(table(d["result"]), source(p, d)) for p, d in recorded(pattern)]
+            return "\n\n".join(f"{text}\n\n{line}" for text, line in parts if text)
+
+        return write
+
+    return {name: block(*entry) for name, entry in TABLES.items()}

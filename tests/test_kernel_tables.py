@@ -1,0 +1,61 @@
+"""Tables of docs/kernels.md and the picture of `bench update`."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridstate.bench.update import UpdateDims, run_update
+from hybridstate.figures.update import update_figure
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import generate  # noqa: E402
+import kernel_tables  # noqa: E402
+
+
+@pytest.mark.parametrize("name", kernel_tables.TABLES)
+def test_recorded_tables_have_as_many_cells_in_every_row(name: str) -> None:
+    pattern, table = kernel_tables.TABLES[name]
+    for _, document in generate.recorded(pattern):
+        lines = table(document["result"]).splitlines()
+        assert len({line.count("|") for line in lines}) <= 1
+        assert len(lines) != 1
+
+
+def test_the_fastest_packed_form_of_every_batch_is_bold() -> None:
+    rows = [
+        {"variant": name, "batch": batch, "median_us": us}
+        for name, times in (
+            ("gdn packed 128", (5.0, 9.0)),
+            ("gdn packed 64", (6.0, 8.0)),
+            ("gdn fp32 tiles", (1.0, 1.0)),
+        )
+        for batch, us in zip((256, 64), times, strict=True)
+    ]
+    text = kernel_tables.forms({"rows": rows})
+    assert "| gdn packed 128 | **5** | 9 |" in text
+    assert "| gdn packed 64 | 6 | **8** |" in text
+    assert "| gdn fp32 tiles | 1 | 1 |" in text
+
+
+def test_the_picture_of_updates_keeps_its_numbers(tmp_path: Path) -> None:
+    layer = UpdateDims("small", "gdn", 1, 2, 16, 32, k_hi=8)
+    found = run_update(
+        dims=(layer,), batches=(1, 2), formats=("fp32", "damp"), requantise_every=(2,), samples=2
+    )
+    result = json.loads(json.dumps(found.to_json()))
+    update_figure(result, tmp_path)
+    with (tmp_path / "latency.csv").open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert [(r["state"], r["batch"]) for r in rows] == [
+        (state, batch)
+        for state in ("FP32", "DAMP, every step", "DAMP, every 2 steps")
+        for batch in "12"
+    ]
+    fastest = 1e9 * max(row["pass_gb_per_s"] for row in result["rows"])
+    assert float(rows[0]["floor_s"]) == pytest.approx(int(rows[0]["bytes"]) / fastest)
+    assert (tmp_path / "latency.png").stat().st_size > 10_000
