@@ -103,8 +103,12 @@ def precision(results: Results) -> str:
 
 
 def _decay_weight(results: Results) -> str:
+    pairs = [("damp", "damp-error-only"), ("damp+reorder", "damp-error-only+reorder")]
+    found = [ratio(result, *pair) for result in results.values() for pair in pairs]
+    same = all(value is None or abs(value - 1) < 0.05 for value in found)
+    claim = "adds nothing here" if same else "changes KL by more than 5 % here"
     text = (
-        "**The decay weight of Eq. 15 adds nothing here.** KL with channels chosen by the risk, over KL "
+        f"**The decay weight of Eq. 15 {claim}.** KL with channels chosen by the risk, over KL "
         "with those of the "
         f"largest local error: {models(results, lambda r: over_seeds(r, 'damp', 'damp-error-only'))}; with values "
         "reordered "
@@ -147,10 +151,12 @@ def _deferred(results: Results) -> str:
         f"{models(results, lambda r: times(r, 'damp', 'damp-every-16'))} less KL than `damp`, `int8-every-16` "
         f"{models(results, lambda r: times(r, 'damp', 'int8-every-16'))} less. The ring of inputs has to stay "
         f"resident: {models(results, lambda r: bits(r, 'damp-every-16'))} bits in all as recorded (BF16 k and v, "
-        f"FP32 decays), {models(results, lambda r: kernel_bits(r, 'damp', 16))} in the kernels' ring (FP16). KDA's is "
+        f"FP32 decays), {models(results, lambda r: kernel_bits(r, 'damp', 16))} in the kernels' ring "
+        "(FP16). KDA's is "
         "the larger because it holds a decay for each key channel. FP16 takes 16 bits and its KL is lower still, "
         f"{models(results, lambda r: exact_kl(r, 'fp16'))} against "
-        f"{models(results, lambda r: exact_kl(r, 'damp-every-16'))}: deferred writes save traffic, and for KDA hardly "
+        f"{models(results, lambda r: exact_kl(r, 'damp-every-16'))}: deferred writes save traffic, and "
+        "for KDA hardly "
         "any room. State errors of `int8-step`, `damp`, `int8-every-16`, "
         "`damp-every-16` and `fp16` after the last update: "
         f"{'; '.join(state_errors(results, name) for name in compared)} "
@@ -248,20 +254,24 @@ def _saturated(results: Results) -> str:
 
 
 def selectors(results: Results) -> str:
-    """Agreement and J of shared against per-head channels, what they are worth in KL."""
+    """J of shared against per-head channels, and what it is worth in KL."""
     lines = []
     for name, result in results.items():
         gap = result.get("key_order_gap", {}).get("damp")
         change = ratio(result, "damp", "damp-per-head")
-        if gap is not None and change is not None:
-            over = result["over_seeds"]["key_order_gap"]["damp"]
-            lines.append(
-                f"`{name}`: channels per value head would lower J by {100 * over['mean']:.1f} % of its "
-                "value and KL by "
-                f"{100 * (change - 1):.1f} %, which is less than its standard error: sharing channels "
-                "costs nothing that "
-                "can be seen, and a kernel need not gather q and k."
+        if gap is None or change is None:
+            continue
+        over = result["over_seeds"]["key_order_gap"]["damp"]
+        text = (
+            f"`{name}`: channels per value head lower J by {100 * over['mean']:.1f} % of their own and change KL by "
+            f"{100 * (1 / change - 1):+.1f} %"
+        )
+        row = by_format(result)["damp"]
+        if row["kl_error"] is not None and abs(change - 1) < row["kl_error"] / row["kl"]:
+            text += (
+                ", less than its standard error: sharing channels costs nothing that can be seen"
             )
+        lines.append(text + ".")
     return " ".join(lines)
 
 
@@ -343,102 +353,4 @@ def concentration(results: Results) -> str:
         f"channels holds {share('reordered')} after that step and {share('plain')} before it. The risk "
         "predicts the error "
         "that INT8 accumulates in a channel no better than the local error does."
-    )
-
-
-# --- validation -------------------------------------------------------------------------------------
-
-
-def validation(results: Results) -> str:
-    """Ranks are not decisions, and which way the static horizon errs."""
-    lines = []
-    for name, result in results.items():
-        found = result["validation"]
-        low, high = (f(c["same_side"] for c in found["cutoffs"]) for f in (min, max))
-        wrong = sum(c["omitted_but_longer"] for c in found["cutoffs"])
-        omitted = sum(c["omitted"] for c in found["cutoffs"])
-        lines.append(
-            f"`{name}`: rank {found['horizons']['median']:.3f}, but only {100 * low:.0f} to "
-            f"{100 * high:.0f} % of the units lie "
-            f"on the same side of a cutoff; of {omitted:,} omissions {wrong:,} "
-            f"({100 * wrong / omitted:.1f} %) were of "
-            f"a unit that remembers longer than the cutoff{_harmful(found)}."
-        )
-    return (
-        "Rank agreement is not agreement about a cutoff. "
-        + " ".join(lines)
-        + " Most disagreement is the harmless way round: the static horizon keeps units that forget sooner."
-    )
-
-
-def _harmful(found: Result) -> str:
-    """Share of the disagreement at the largest cutoff in which a unit is omitted too early."""
-    if not found.get("units"):
-        return ""
-    last = found["cutoffs"][-1]
-    pairs = found["prefixes"] * len(found["units"]["static_horizon"])
-    apart = round((1 - last["same_side"]) * pairs)
-    if not apart:
-        return ""
-    return f" ({100 * last['omitted_but_longer'] / apart:.0f} % of the disagreement at {last['w_max']})"
-
-
-def gate_input(results: Results) -> str:
-    """What a measured a_s changes."""
-    lines = []
-    for name, result in results.items():
-        choices = result["validation"].get("gate_input_choices")
-        held_out = result["validation"].get("held_out")
-        if not choices or not held_out:
-            continue
-        rank, given, other = choices["rank"], held_out[0], held_out[-1]
-        low, high = (
-            f"{100 * agreed['cutoffs'][0]['same_side']:.0f} %" for agreed in (given, other)
-        )
-        text = f"`{name}`: "
-        if rank["flat"]:
-            text += "no a_s changes an order (the objective is flat), so rank agreement cannot choose one; "
-        else:
-            text += f"rank agreement moves between {rank['worst']:.3f} and {rank['value']:.3f} over the whole grid; "
-        text += (
-            f"a_s = {other['gate_input']:g} from the median horizons changes the agreement at the "
-            "smallest cutoff from "
-            f"{low} to {high}"
-        )
-        text += ", and lies at the end of the grid." if choices["median"]["at_border"] else "."
-        lines.append(text)
-    return " ".join(lines)
-
-
-def decay(results: Results) -> str:
-    """Cross-domain order beside the published one."""
-    cells = []
-    for name, result in results.items():
-        found = result["validation"].get("decay")
-        if found:
-            ranks = [
-                d["with_reference"] for d in found["domains"] if d["with_reference"] is not None
-            ]
-            cells.append(f"{', '.join(f'{r:.3f}' for r in ranks)} (`{name}`)")
-    if not cells:
-        return ""
-    return (
-        f"The order of units across domains is less stable than published: {'; '.join(cells)}. The "
-        "texts are read, not "
-        "generated, and short; the GDN model has 48 units, so a few swaps show."
-    )
-
-
-def intervention(results: Results) -> str:
-    """Opposite of Table 1a."""
-    if not any(r["validation"].get("intervention") for r in results.values()):
-        return ""
-    return (
-        "The opposite of the published models: there a needle is read from the KV cache and zeroed "
-        "states change nothing; here "
-        "it is read from the states alone, because the embedded models were trained so. Their restore "
-        "and quality tables "
-        "therefore test what a state loses far harder than a needle in a large model would, and say "
-        "nothing about how much a "
-        "large model would miss its states."
     )

@@ -4,11 +4,11 @@ import csv
 from pathlib import Path
 from typing import Any
 
-import findings
 import generate
 import pytest
 import scale_tables
 import tables
+import validation_findings
 
 from hybridstate.figures import precision_figure, restore_figure
 
@@ -224,12 +224,17 @@ def test_sentences_of_validations_hold_recorded_numbers() -> None:
         generate.model_name(path, document): document["result"]
         for path, document in generate.recorded(generate.VALIDATED)
     }
-    text = findings.validation(results)
+    text = validation_findings.validation(results)
     for result in results.values():
         cutoffs = result["validation"]["cutoffs"]
         assert f"{sum(c['omitted_but_longer'] for c in cutoffs):,} (" in text
-    assert "flat" in findings.gate_input(results)
-    assert findings.intervention({}) == findings.decay({}) == findings.gate_input({}) == ""
+    assert "flat" in validation_findings.gate_input(results)
+    assert (
+        validation_findings.intervention({})
+        == validation_findings.decay({})
+        == validation_findings.gate_input({})
+        == ""
+    )
 
 
 def test_every_recorded_table_is_on_the_page_once() -> None:
