@@ -23,6 +23,7 @@ import quality_tables
 import reading_table
 import scale_tables
 import tables
+import validation_findings
 import validation_tables
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -228,21 +229,21 @@ RESULTS: tuple[Section, ...] = (
         "Static horizons against observed ones",
         VALIDATED,
         validation_tables.validation,
-        findings.validation,
+        validation_findings.validation,
         pictures=("static_observed",),
     ),
     Section(
         "A measured gate input",
         VALIDATED,
         validation_tables.gate_input,
-        findings.gate_input,
+        validation_findings.gate_input,
         level=3,
     ),
     Section(
         "Decay of three kinds of text",
         VALIDATED,
         validation_tables.decay,
-        findings.decay,
+        validation_findings.decay,
         pictures=("effective_decay", "decay_domains", "decay_traces"),
         level=3,
     ),
@@ -250,7 +251,7 @@ RESULTS: tuple[Section, ...] = (
         "A needle with parts of the cache zeroed",
         VALIDATED,
         validation_tables.intervention,
-        findings.intervention,
+        validation_findings.intervention,
         level=3,
     ),
     Section("Restoring a cached prefix", "restore-*.json", tables.restore, pictures=("restore",)),
