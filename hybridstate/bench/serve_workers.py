@@ -18,6 +18,7 @@ from hybridstate.bench.serving_setup import trace_of
 from hybridstate.bench.serving_stats import statistics
 from hybridstate.bench.sweep import Job, Options, Outcome
 from hybridstate.bench.traces import Trace, control_for, longest
+from hybridstate.errors import HybridStateError
 
 BATCH_PROMPT: Final = 8_192
 """Prompt tokens of one prefill call at most; longer prompts run in several."""
@@ -77,18 +78,22 @@ class Worker:
         )
 
     def __call__(self, job: Job) -> Outcome | None:
-        """The outcome, None after the deadline."""
+        """The outcome, None after the deadline; a run that fails says why, and the others go on."""
         setting, case, options = self.setting, job.case, self.setting.options
         if setting.deadline is not None and time.time() > setting.deadline:
             return None
-        run, cache, operations, engine = self._bench.serve(
-            case.arm,
-            job.pools,
-            self.control if case.control else self.trace,
-            options.load(case.limit),
-            options.admission,
-            job.seed,
-        )
+        try:
+            run, cache, operations, engine = self._bench.serve(
+                case.arm,
+                job.pools,
+                self.control if case.control else self.trace,
+                options.load(case.limit),
+                options.admission,
+                job.seed,
+            )
+        except (HybridStateError, RuntimeError) as error:
+            first = str(error).splitlines()[0] if str(error) else ""
+            return Outcome({}, "", error=f"{type(error).__name__}: {first}")
         found = statistics(
             run, cache.counters, clients=options.clients, limit=case.limit, goal=options.goal
         )

@@ -18,7 +18,7 @@ from hybridstate.bench.scheduler import Limits
 from hybridstate.bench.serving_arms import Arm, Scope
 from hybridstate.bench.serving_stats import Goal, mean_over_seeds
 from hybridstate.bench.traces import Trace
-from hybridstate.errors import UsageError
+from hybridstate.errors import NumericError, UsageError
 from hybridstate.plan.placement import Balance
 from hybridstate.runtime.admission import Admission, Pools
 
@@ -126,12 +126,14 @@ class Outcome:
         digest: of all reclamations.
         operations: rows for the cost model, None where nothing was measured.
         engine: how steps ran, None likewise.
+        error: why there are no statistics, None where there are.
     """
 
     statistics: dict[str, Any]
     digest: str
     operations: dict[str, list[list[float]]] | None = None
     engine: dict[str, Any] | None = None
+    error: str | None = None
 
 
 Key = tuple[str, float, int, bool]
@@ -205,11 +207,11 @@ class Sweep:
         self._collect(sweep, points)
         chosen = operating_point(points)
         operating = float(chosen["ratio"])
-        hits = {f"{p['ratio']:g}": hit_rate(p) for p in points}
+        hits = {f"{p['ratio']:g}": hit_rate(p) for p in points if "mean" in p}
         self._found["operating_point"] = {
             "ratio": operating,
             "rule": f"dense token hit rate closest to {TARGET_HIT:g}, chosen before other arms ran",
-            "dense_token_hit_rate": hit_rate(chosen),
+            "dense_token_hit_rate": hit_rate(chosen) if "mean" in chosen else None,
             "dense_token_hit_rates": hits,
         }
         every = (self.dense, *self.arms)
@@ -349,6 +351,9 @@ def _point(head: dict[str, Any], found: Sequence[Outcome]) -> dict[str, Any]:
     """All seeds of one point; operations of the seeds one after the other."""
     if not found:
         return {**head, "skipped": f"{head['arm']}: not begun before the deadline"}
+    failed = [outcome.error for outcome in found if outcome.error is not None]
+    if failed:
+        return {**head, "skipped": f"{head['arm']}: {failed[0]}", "failed": True}
     point = {
         **head,
         "reclamation_digests": [outcome.digest for outcome in found],
@@ -368,7 +373,14 @@ def _point(head: dict[str, Any], found: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def operating_point(points: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The dense point whose token hit rate is closest to one half; the smaller working set of two that are as close."""
+    """The dense point whose token hit rate is closest to one half; the smaller working set of two that are as close.
+
+    Raises:
+        NumericError: the dense arm failed everywhere.
+    """
+    failed = [point["skipped"] for point in points if point.get("failed")]
+    if failed and len(failed) == len(points):
+        raise NumericError(f"the dense arm failed at every point, first: {failed[0]}")
     return min(points, key=lambda p: (abs(hit_rate(p) - TARGET_HIT), p["ratio"]))
 
 

@@ -21,6 +21,16 @@ def serving_tables(out: Output, result: dict[str, Any]) -> None:
         f"ratio: working set of {result['working_set']} states over dense slots; every arm has the dense arm's bytes; "
         f"means of {result['seeds']} seeds over all requests; change: mean TTFT against dense",
     )
+    short = [
+        f"{p['arm']} at ratio {p['ratio']:g}"
+        for p in (*result["points"], *result["control"])
+        if 0 < len(p.get("seeds", ())) < result["seeds"]
+    ]
+    if short:
+        out.warn(f"fewer than {result['seeds']} seeds before the deadline: {', '.join(short)}")
+    if operating["dense_token_hit_rate"] is None:
+        out.warn("the dense arm ran nowhere, so there is no operating point")
+        return
     out.text(
         f"operating point: ratio {operating['ratio']:g}, dense token hit rate "
         f"{100 * operating['dense_token_hit_rate']:.1f} % ({operating['rule']}); by ratio: "

@@ -13,12 +13,13 @@ from hybridstate import bench_serve
 from hybridstate.bench.scheduler import Limits
 from hybridstate.bench.serve import Bench, Subject, thinned
 from hybridstate.bench.serve_workers import Setting, load_subject
+from hybridstate.bench.serving_arms import Arm
 from hybridstate.bench.serving_setup import profile_of
-from hybridstate.bench.sweep import Options
+from hybridstate.bench.sweep import Options, operating_point
 from hybridstate.bench.traces import generated
 from hybridstate.checkpoint import open_checkpoint
 from hybridstate.cli.main import app
-from hybridstate.errors import UsageError
+from hybridstate.errors import NumericError, UsageError
 from hybridstate.plan.select import random_selection
 from hybridstate.runtime.admission import Admission
 
@@ -153,6 +154,29 @@ def test_deadline_says_what_is_missing(tiny_kda: Path) -> None:
         tiny_kda, ratios=(0.5,), seeds=1, arms=("damp",), control=False, deadline=0.0, **SMALL
     )
     assert all("before the deadline" in point["skipped"] for point in found["points"])
+    assert found["operating_point"]["dense_token_hit_rate"] is None
+
+
+def test_a_failing_arm_is_reported_and_the_others_go_on(
+    tiny_kda: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Subject.store
+
+    def broken(self: Subject, arm: Arm, engine: Any, packed: int, *rest: Any) -> Any:
+        if arm.name == "int8" and packed > 1:
+            raise RuntimeError("CUDA error\nmore")
+        return store(self, arm, engine, packed, *rest)
+
+    monkeypatch.setattr(Subject, "store", broken)
+    options = {**SMALL, "conversations": 2, "clients": 2}
+    found = bench_serve(
+        tiny_kda, ratios=(0.25,), seeds=1, arms=("damp", "int8"), control=False, **options
+    )
+    points = {p["arm"]: p for p in found["points"]}
+    assert points["int8"]["skipped"] == "int8: RuntimeError: CUDA error"
+    assert "mean" in points["damp"]
+    with pytest.raises(NumericError, match="dense arm failed at every point"):
+        operating_point([{**points["int8"], "arm": "dense"}])
 
 
 def test_workers_find_the_same_hits(tiny_kda: Path, result: dict[str, Any]) -> None:
