@@ -25,6 +25,7 @@ exchange() {
 serve() {
   local model=$1 name=$2 visible=$3 workers=$4 left=$5 resume=()
   shift 5
+  [ "$left" -lt 45 ] && { echo "$name: no time left"; return; }
   for file in "$earlier/$name.json" "$earlier/$name.partial.json"; do
     [ -n "$earlier" ] && [ -f "$file" ] && [ ${#resume[@]} -eq 0 ] && resume=(--resume "$file")
   done

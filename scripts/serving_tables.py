@@ -1,9 +1,10 @@
 """Write the generated blocks of docs/serving.md from recorded runs; `--check` fails when the page differs.
 
-    python scripts/serving_tables.py [--check]
+    python scripts/serving_tables.py [--check | --figures]
 
 Sources: benchmarks/serve-*.json (`bench serve`), benchmarks/simulate-*.json (`bench simulate`) and
 benchmarks/cache-stress.json (scripts/cache_stress.py). A block without a source says that nothing was recorded.
+`--figures` draws figures/serving/RUN/ as well, each picture with its CSV.
 """
 
 import argparse
@@ -17,6 +18,9 @@ from typing import Any
 import tables
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+FIGURES = ROOT / "figures" / "serving"
+PICTURES = ("serving_cutoffs", "serving_ratios")
 BENCHMARKS = ROOT / "benchmarks"
 PAGE = ROOT / "docs" / "serving.md"
 PAPER_CUT = -0.42
@@ -215,6 +219,11 @@ def runs(pattern: str) -> str:
             *([text] if (text := fit(result)) else []),
             operating(result),
             sweep(result),
+            *(
+                f"![{name.replace('_', ' ')}](../figures/serving/{path.stem}/{name}.png)"
+                for name in PICTURES
+                if (FIGURES / path.stem / f"{name}.png").exists()
+            ),
             f"Source: [{path.name}](../benchmarks/{path.name}). Command: `{command}`.",
         ]
     return "\n\n".join(parts) or "Nothing recorded yet."
@@ -241,11 +250,25 @@ def filled(text: str) -> str:
     return BLOCK.sub(fill, text)
 
 
+def draw() -> None:
+    """Pictures of every recorded run."""
+    from hybridstate.figures import serving_figures
+
+    for pattern in ("serve-*.json", "simulate-*.json"):
+        for path, document in recorded(pattern):
+            folder = FIGURES / path.stem
+            folder.mkdir(parents=True, exist_ok=True)
+            serving_figures(document["result"], document["result"]["model"], folder)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write or check; 1 when the page differs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
+    parser.add_argument("--figures", action="store_true", help="draw the pictures too")
     options = parser.parse_args(arguments)
+    if options.figures:
+        draw()
     text = PAGE.read_text(encoding="utf-8")
     new = filled(text)
     if options.check:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from hybridstate.bench.serve import Bench, Subject
 from hybridstate.bench.serving_setup import trace_of
 from hybridstate.bench.serving_stats import statistics
@@ -122,7 +124,10 @@ _WORKER: dict[str, Worker] = {}
 
 
 def _begin(setting: Setting, devices: Any) -> None:
-    _WORKER["it"] = Worker(setting, devices.get())
+    device = torch.device(devices.get())
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels are launched on the present device
+    _WORKER["it"] = Worker(setting, str(device))
 
 
 def _work(job: Job) -> Outcome | None:
