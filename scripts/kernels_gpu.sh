@@ -28,20 +28,20 @@ part() { # NAME SECONDS COMMAND...: run within its limit and what is left of the
 
 # 1. Checks, with the kernels that are timed later compiled beside them.
 for number in 0 1 2 3 4 5; do
-    nice timeout 120 "$python" scripts/update_gpu.py "$out/unused.json" --warm "$number" >"$out/warm-$number.log" 2>&1 &
-    nice timeout 120 "$python" scripts/update_gpu.py "$out/unused.json" --warm "$number" --overlap \
+    nice timeout 105 "$python" scripts/update_gpu.py "$out/unused.json" --warm "$number" >"$out/warm-$number.log" 2>&1 &
+    nice timeout 105 "$python" scripts/update_gpu.py "$out/unused.json" --warm "$number" --overlap \
         --format fp32 --format damp >"$out/warm-overlap-$number.log" 2>&1 &
 done
-part tests 120 "$python" -m pytest -q -m gpu -p no:benchmark -p no:cacheprovider -n 8 --maxfail=40 \
+part tests 110 "$python" -m pytest -q -m gpu -p no:benchmark -p no:cacheprovider -n 8 --maxfail=40 \
     tests/kernels tests/runtime/test_tensor_store_gpu.py tests/bench/test_update.py
 wait
 
 # 2. Times, one process at a time.
-part update 90 "$python" scripts/update_gpu.py "$out/update.json" --deadline 80
-part ring 60 "$python" scripts/ring_tune.py --out "$out/ring" --deadline 55
-part update-overlap 45 "$python" scripts/update_gpu.py "$out/update-overlap.json" --overlap --deadline 40 \
+part update 85 "$python" scripts/update_gpu.py "$out/update.json" --deadline 78
+part ring 70 "$python" scripts/ring_tune.py --out "$out/ring" --deadline 66
+part update-overlap 35 "$python" scripts/update_gpu.py "$out/update-overlap.json" --overlap --deadline 32 \
     --format fp32 --format damp --batch 1 --batch 8 --batch 64 --batch 128 --batch 256 --batch 512
-part codecs 45 "$python" scripts/measure_codecs.py "$out/codecs.json" --skip-tests --skip-tuning --deadline 40
+part codecs 30 "$python" scripts/measure_codecs.py "$out/codecs.json" --skip-tests --skip-tuning --deadline 27
 part bytes 30 "$python" scripts/kernel_bytes.py --out "$out/bytes.json"
 part tune 70 "$python" scripts/kernel_tune.py --out "$out/tune" --deadline 65
 part sanitize 400 env PYTHON="$python" scripts/sanitize.sh

@@ -39,11 +39,13 @@ Step = Callable[..., None]
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "": {"early": False, "overlap": 0},
+    ", 168 registers": {"registers": 168},
     ", early": {"early": True, "overlap": 0},
     ", overlapped": {"early": False, "overlap": 2},
     ", early, overlapped": {"early": True, "overlap": 2},
+    ", 168 registers, overlapped": {"registers": 168, "overlap": 2},
 }
-"""When a rewrite is made ready, and whether a launch starts beside the end of the one before."""
+"""When a rewrite is made ready, whether a launch starts beside the end of the one before, registers a thread."""
 
 
 class Report:
@@ -354,6 +356,8 @@ def time_kind(
         ring, rounds = new_ring(kind, sets * batch, every), 4 if every == 16 else 6
         for variant, options in VARIANTS.items():
             if (kind, every, variant) not in right or report.left() < 3:
+                continue
+            if variant and batch < 64:
                 continue
             step = partial(ring_update.functions("gluon", LAYOUT)[0], **options)
 

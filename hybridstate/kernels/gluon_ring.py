@@ -349,13 +349,15 @@ def ring_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pool: Tensor, ring: Ring,
     slots: Tensor, out: Tensor, value_scale: Tensor | None, layout: PackedLayout,
     fusion: StepFusion = NO_FUSION, mode: str = "phase", overlap: int = 0,
-    early: bool = False,
+    early: bool = False, registers: int | None = None,
 ) -> None:  # fmt: skip
     """Launch `ring_kernel`; arguments as in `ring_update.ring_step`, already checked.
 
     `append` needs room in every ring of the batch; a full ring would lose the input.
-    `overlap`, `early`: see the kernel.
+    `overlap`, `early`: see the kernel. `registers`: at most so many a thread; with 168 a multiprocessor holds nine
+    programs rather than the eight that its compiler's choice leaves room for.
     """
+    limit = {} if registers is None else {"maxnreg": registers}
     batch, heads, _ = v.shape
     ring_kernel[(batch * heads,)](
         q, k, v, g, beta, pool, ring.keys, ring.values, ring.gates, ring.phases,
@@ -367,7 +369,7 @@ def ring_step(
         HIGH=layout.k_hi // 16, EVERY=ring.every,
         SPAN=max(2, triton.next_power_of_2(ring.every - 1)), MODE=MODES[mode],
         GATE=fusion.gate, LOWER=fusion.lower_bound or 0.0, LOGIT=fusion.beta_scale or 0.0, OVERLAP=overlap, EARLY=early,
-        num_warps=1, enable_fp_fusion=True, launch_pdl=overlap > 0,
+        num_warps=1, enable_fp_fusion=True, launch_pdl=overlap > 0, **limit,
     )  # fmt: skip
 
 
