@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from hybridstate.errors import HybridStateError, UsageError
+from hybridstate.errors import UsageError
 from hybridstate.provenance import sha256_json
 from hybridstate.quality.calibration import Calibration
 from hybridstate.quality.decoded import task_accuracy
@@ -38,11 +38,8 @@ SPREAD_OF: Final = (
 PER_SEED: Final = (*SPREAD_OF, "fingerprint", "seed", "skipped")
 
 
-class OutOfTime(HybridStateError):
+class OutOfTime(UsageError):
     """The deadline came before the run, or its first seed, was finished."""
-
-    exit_code = 2
-    code = "usage"
 
 
 @dataclass(frozen=True, slots=True)
