@@ -297,8 +297,15 @@ def results() -> str:
         "answers, below 0 for KL and bits/byte. Sentences with numbers are written from the same files.\n"
     )
     named: set[Path] = set()
-    for section in RESULTS:
-        parts += section_text(section, named)
+    written = [(section, section_text(section, named)) for section in RESULTS]
+    links = [
+        f"[{section.title}](#{re.sub('[^a-z0-9 -]', '', section.title.lower()).replace(' ', '-')})"
+        for section, text in written
+        if text and section.level == 2
+    ]
+    parts.append(" · ".join(links) + "\n")
+    for _, text in written:
+        parts += text
     return "\n".join(parts)
 
 
