@@ -26,8 +26,8 @@ from hybridstate.runtime.admission import Admission
 SCALE = 1 / 256
 SMALL: dict[str, Any] = {
     "scale": SCALE,
-    "conversations": 5,
-    "clients": 4,
+    "conversations": 4,
+    "clients": 3,
     "limits": (2,),
     "device": "cpu",
     "w_max": (16,),
@@ -98,6 +98,24 @@ def test_half_of_the_points_are_predicted(result: dict[str, Any]) -> None:
     assert len(fitted["points"]) == len(result["points"])
     assert fitted["largest_hit_error"] < 0.03
     assert "standard_errors" in fitted["cost_model"]["decode"]
+
+
+def test_a_recorded_run_fits_a_simulation(
+    tmp_path: Path, tiny_kda: Path, result: dict[str, Any]
+) -> None:
+    file = tmp_path / "serve.json"
+    file.write_text(json.dumps({"result": result}))
+    arguments = ["bench", "simulate", str(tiny_kda), "--fit", str(file), "--scale", str(SCALE)]
+    arguments += ["--conversations", "4", "--clients", "3", "--limit", "2", "--ratio", "0.25"]
+    arguments += ["--seeds", "1", "--arm", "damp", "--w-max", "16", "--no-control", "-q", "--json"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)["result"]
+    assert len(found["fit"]["points"]) == len(result["points"])
+    assert found["cost_model"]["source"].startswith("4 of 8 measured points")
+    other = CliRunner().invoke(app, [*arguments, "--think", "1"])
+    assert other.exit_code == 3
+    assert "think_s 0" in other.output
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])
