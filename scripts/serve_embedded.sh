@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # The recorded `bench serve` of both embedded models, and the exchange between ranks. A GPU serves one run at a time.
 #
-#   bash scripts/serve_embedded.sh RESULTS [SECONDS] [EARLIER]
+#   [MODELS=tiny-kda] [CUTOFFS="16 64"] bash scripts/serve_embedded.sh RESULTS [SECONDS] [EARLIER]
 #
-# With two GPUs or more each model gets half of them, with one the models follow each other. RESULTS gets
+# With eight GPUs each model gets half of them; with fewer the models follow each other on all. RESULTS gets
 # serve-MODEL.json, then serve-MODEL-kv.json (states and attention tokens under one budget: FP32, BF16, DAMP),
 # exchange-tiny-kda.json and logs; no run begins after SECONDS, and what is missing is said in the result. A folder
 # EARLIER of an earlier call is continued: its complete points are not run again.
 set -u
 results=$1 seconds=${2:-480} earlier=${3:-}
+models=(${MODELS:-tiny-kda tiny-gdn}) cutoffs=()
+for cutoff in ${CUTOFFS:-64}; do cutoffs+=(--w-max "$cutoff"); done
 mkdir -p "$results"
 started=$SECONDS
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
@@ -29,7 +31,7 @@ serve() {
   for file in "$earlier/$name.json" "$earlier/$name.partial.json"; do
     [ -n "$earlier" ] && [ -f "$file" ] && [ ${#resume[@]} -eq 0 ] && resume=(--resume "$file")
   done
-  CUDA_VISIBLE_DEVICES=$visible python -m hybridstate bench serve "$model" --plan "plans/$model" --w-max 64 "$@" \
+  CUDA_VISIBLE_DEVICES=$visible python -m hybridstate bench serve "$model" --plan "plans/$model" "${cutoffs[@]}" "$@" \
     --workers "$workers" --deadline "$left" --device cuda --force "${resume[@]}" -o "$results/$name.json" \
     > "$results/$name.log" 2>&1
   echo "$name on GPUs $visible: exit $?"
@@ -43,17 +45,18 @@ one() {
     --arm bf16 --arm damp --budget-scope state+kv --limit 32 --no-control
 }
 
-if [ "$gpus" -ge 2 ]; then
-  ranks=2
-  [ "$gpus" -ge 4 ] && ranks=4
-  exchange "$ranks"
+[ "$gpus" -ge 4 ] && ranks=4 || ranks=2
+[ "$gpus" -ge 2 ] && [ -z "$earlier" ] && exchange "$ranks"
+count=${#models[@]}
+if [ "$gpus" -ge 8 ] && [ "$count" -eq 2 ]; then
   half=$((gpus / 2))
-  one tiny-kda "$(seq -s, 0 $((half - 1)))" "$half" "$seconds" &
-  one tiny-gdn "$(seq -s, "$half" $((2 * half - 1)))" "$half" "$seconds" &
+  one "${models[0]}" "$(seq -s, 0 $((half - 1)))" "$half" "$seconds" &
+  one "${models[1]}" "$(seq -s, "$half" $((2 * half - 1)))" "$half" "$seconds" &
   wait
 else
-  one tiny-kda 0 1 $((seconds / 2))
-  one tiny-gdn 0 1 "$seconds"
+  for number in "${!models[@]}"; do
+    one "${models[$number]}" "$(seq -s, 0 $((gpus - 1)))" "$gpus" $((seconds * (number + 1) / count))
+  done
 fi
 for log in "$results"/*.log; do
   echo "== $log"
