@@ -160,11 +160,13 @@ def test_an_engine_is_used_again_while_it_is_large_enough(tiny_kda: Path) -> Non
 
 
 def test_rows_are_thinned_evenly() -> None:
-    rows = [[float(n)] for n in range(1000)]
+    rows = [[7.0, float(n)] for n in range(1, 1001)]
     assert thinned(rows[:5]) == rows[:5]
     kept = thinned(rows, 11)
-    assert [row[0] for row in kept[:2]] == [0, 100]
-    assert kept[-1] == [999.0]
+    assert kept[:2] == [[7.0, 1.0], [7.0, 101.0]]
+    assert kept[-1] == rows[-1]
+    assert thinned([[3.0, 1e-9]]) == [[3.0, 1e-7]], "a time of zero cannot be fitted"
+    assert thinned([]) == []
 
 
 def test_deadline_says_what_is_missing(tiny_kda: Path) -> None:
