@@ -107,12 +107,16 @@ def finding(result: Result) -> str:
         f"The rule chose ratio {point['ratio']:g} (dense token hit {tables.percent(point['dense_token_hit_rate'])}; "
         f"by ratio: {hits})."
     )
-    if gains:
-        best, arm = min(gains)
+    ours = [(change, arm) for change, arm in gains if arm.startswith(("nr", "wr"))]
+    if ours:
+        best, arm = min(ours)
         text += (
-            f" There `{arm}` changes the mean TTFT by {100 * best:+.1f} %; DASC reports "
+            f" There `{arm}` changes the mean TTFT by {100 * best:+.1f} %, the most of DASC's arms; DASC reports "
             f"{100 * PAPER_CUT:.0f} % on its model and trace."
         )
+    if gains and min(gains) not in ours:
+        best, arm = min(gains)
+        text += f" Most of all arms: `{arm}`, {100 * best:+.1f} %."
     return text
 
 
