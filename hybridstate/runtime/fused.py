@@ -28,7 +28,17 @@ from hybridstate.kernels.dispatch import by_kernels
 from hybridstate.kernels.fusion import StepFusion
 from hybridstate.kernels.reference import recurrent_step
 from hybridstate.trajectories.cache import new_cache
-from hybridstate.trajectories.launches import TOKENS_PER_EXPERT, agree, replacement
+from hybridstate.trajectories.launches import (
+    FAILURES,
+    TOKENS_PER_EXPERT,
+    agree,
+    decided_rows,
+    experts_agree,
+    is_silu,
+    replacement,
+    router_by,
+    scaled_rows,
+)
 from hybridstate.trajectories.model import LoadedModel
 
 Advance = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -36,7 +46,9 @@ Advance = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 ALIGNED: Final = 8
 """Rows of a joined projection are padded to a multiple of this many: matrix kernels want 16 bytes of BF16."""
 _ROWS: Final = 8
-"""Rows of a trial."""
+"""Rows of a trial at each scale."""
+_SCALES: Final = (1.0, 1 / 4, 4.0)
+"""Scales of a trial whose projections are joined: far larger inputs would magnify roundings of BF16 logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,17 +178,24 @@ def linear_step(loaded: LoadedModel, module: Any, layer: LinearLayer) -> LinearS
             step = LinearStep(module, names, layer, loaded.spec)
         except (AttributeError, ValueError):
             continue
-        return step if _linear_trial(loaded, module, layer, step) else None
+        try:
+            same = all(_linear_trial(loaded, module, layer, step, scale) for scale in _SCALES)
+        except FAILURES:
+            return None
+        return step if same else None
     return None
 
 
 @torch.no_grad()
-def _linear_trial(loaded: LoadedModel, module: Any, layer: LinearLayer, step: LinearStep) -> bool:
-    """Whether step and module agree on outputs, states and windows of random rows."""
+def _linear_trial(
+    loaded: LoadedModel, module: Any, layer: LinearLayer, step: LinearStep, scale: float
+) -> bool:
+    """Whether step and module agree on outputs, states and windows of random rows times `scale`."""
     generator = torch.Generator().manual_seed(layer.index)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(loaded.device, loaded.dtype)
+        drawn = scale * torch.randn(shape, generator=generator)
+        return drawn.to(loaded.device, loaded.dtype)
 
     width = module_width(module)
     x = draw(_ROWS, width)
@@ -200,7 +219,7 @@ def _linear_trial(loaded: LoadedModel, module: Any, layer: LinearLayer, step: Li
     kept = held.conv_states[0][..., 1 - layer.conv_width :]
     return (
         agree(found, expected)
-        and agree(ours, held.recurrent_states[0])
+        and agree(ours, held.recurrent_states[0], dtype=loaded.dtype)
         and agree(windows, kept.to(windows.dtype))
     )
 
@@ -268,18 +287,30 @@ class ExpertStep:
         return run(x, self._gate_up, self._down, chosen, weights, shared, gate)
 
 
+@torch.no_grad()
 def expert_step(module: Any) -> ExpertStep | None:
-    """The step of a mixture of experts where a trial gives what the module gives, else None."""
+    """The step of a mixture of experts where trials give what the module and its parts give, else None."""
+    from hybridstate.kernels import experts, router
+
     try:
         step = ExpertStep(module)
-    except (AttributeError, ValueError):
-        return None
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn((_ROWS, step._down.shape[1]), generator=generator)
-    x = x.to(step._down.device, step._down.dtype)
-    with torch.no_grad():
+        gpu = by_kernels(step._down)
+        parts = (
+            router_by(module.gate, router.route if gpu else router.route_reference) is not None
+            and experts_agree(
+                module.experts, experts.experts_step if gpu else experts.experts_reference
+            )
+            and is_silu(getattr(module, "shared_expert", None) or module.shared_experts)
+        )
+        if not parts:
+            return None
+        x = scaled_rows(_ROWS, step._down.shape[1], step._down, _SCALES[:2])
+        decided = decided_rows(module.gate(x)[0], step._top, step._bias)
         expected, found = module(x[:, None])[:, 0], step(x)
-    return step if agree(found, expected, rows=True) else None
+    except FAILURES:
+        return None
+    # the parts agree in every row; logits of the joined projection may round otherwise in some
+    return step if agree(found, expected, decided=decided, share=7 / 8) else None
 
 
 # -- joined projections ---------------------------------------------------------------------------

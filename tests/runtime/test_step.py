@@ -1,6 +1,8 @@
 """Steps on pool slots and cache lines: the model's own logits, whatever the lengths; padding touches nothing."""
 
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +67,8 @@ def test_a_step_of_kernels_equals_the_model(
     """Under the interpreter: every module is tried on its kernels, then one step runs on them, one row padding."""
     prefix, forced = prefix_of(loaded, 1, 9), draw(1, 1, seed=1)
     monkeypatch.setattr(dispatch, "INTERPRETED", True)
+    monkeypatch.setattr(fused, "_ROWS", 2)
+    monkeypatch.setattr(launches, "_ROUTED", 4)
     engine = DecodeEngine(loaded, state="fp32", slots=2, backend="triton")
     slots, rows, lengths = torch.tensor([1, -1]), torch.tensor([0, -1]), torch.tensor([9, 0])
     engine.pool.write(slots[:1], prefix.states, prefix.conv)
@@ -89,6 +93,35 @@ def test_modules_pass_their_trials_on_kernels(
     module = getattr(block, loaded.spec.family.runtime.attribute)
     assert fused.linear_step(loaded, module, layer) is not None
     assert fused.expert_step(loaded.model.model.layers[1].mlp) is not None
+
+
+def test_mixtures_and_layers_with_other_options_keep_their_code(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where small or saturated weights hide the option from ordinary inputs."""
+    for place in ("shared", "routed", "router", "result"):
+        mixture = deepcopy(loaded.model.model.layers[1].mlp)
+        shared = getattr(mixture, "shared_expert", None) or mixture.shared_experts
+        if place == "shared":
+            shared.gate_proj.weight.data *= 1e-2
+            option: tuple[Any, str, Any] = (shared, "act_fn", torch.nn.GELU())
+        elif place == "routed":
+            mixture.experts.gate_up_proj.data *= 1e-2
+            option = (mixture.experts, "act_fn", torch.nn.GELU())
+        elif place == "router":
+            option = (mixture.gate, "norm_topk_prob", False)
+        else:
+            option = (mixture, "forward", lambda x: (x, None))
+        assert fused.expert_step(mixture) is not None, place
+        setattr(*option)
+        assert fused.expert_step(mixture) is None, place
+    layer, runtime = loaded.spec.layers[0], loaded.spec.family.runtime
+    assert runtime is not None
+    module = getattr(loaded.model.model.layers[layer.index], runtime.attribute)
+    assert fused.linear_step(loaded, module, layer) is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "activation", "gelu")
+        assert fused.linear_step(loaded, module, layer) is None
 
 
 def test_lengths_differ_and_padding_touches_nothing(loaded: LoadedModel) -> None:
