@@ -116,7 +116,8 @@ def finding(result: Result) -> str:
         )
     if gains and min(gains) not in ours:
         best, arm = min(gains)
-        text += f" Most of all arms: `{arm}`, {100 * best:+.1f} %."
+        what = "Most of all arms:" if ours else "The largest change of the mean TTFT there:"
+        text += f" {what} `{arm}`, {100 * best:+.1f} %."
     return text
 
 
