@@ -207,13 +207,17 @@ class StatePool:
         Raises:
             NumericError: a state to pack is not finite.
         """
-        if self.state == "damp" and len(slots):
-            self._pack(slots, states)
-        else:
-            for tensor, layout, state in zip(self.states, self.layouts, states, strict=True):
-                tensor[slots] = layout.pack(state.float())
+        self.write_states(slots, states)
         for tensor, window in zip(self.conv, conv, strict=True):
             tensor[slots] = window.to(self.conv_dtype)
+
+    def write_states(self, slots: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
+        """`write` without the windows."""
+        if self.state == "damp" and len(slots):
+            self._pack(slots, states)
+            return
+        for tensor, layout, state in zip(self.states, self.layouts, states, strict=True):
+            tensor[slots] = layout.pack(state.float())
 
     def read(self, slots: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """States as FP32 `[B, H, K, V]` and windows `[B, C, W - 1]` of the slots, as new tensors."""

@@ -17,6 +17,7 @@ import torch
 
 from hybridstate.errors import NumericError, PlanMismatch, UsageError
 from hybridstate.kernels.layout import DenseLayout, PackedLayout
+from hybridstate.kernels.packed_rows import KeptRows, gather_packed, scatter_packed
 from hybridstate.kernels.transfer import gather_rows, refresh_rows, scatter_rows
 from hybridstate.kernels.transfer_tables import CheckpointForm, LayerSet, RowTable
 from hybridstate.runtime.pool import POISON_BYTE, StatePool
@@ -297,22 +298,16 @@ class PackedRows:
         if pool.state != "damp":
             raise PlanMismatch(f"packed rows are cut from a damp pool, not {pool.state}")
         self._pool = pool
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Per layer the retained FP16 rows and INT8 rows, as positions among `[H, rows]` of either."""
-        self._parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        for layout, mask in zip(pool.layouts, masks, strict=True):
-            assert isinstance(layout, PackedLayout), "a damp pool has packed layouts"
-            high = mask[:, : layout.k_hi].flatten().nonzero().flatten()
-            low = mask[:, layout.k_hi :].flatten().nonzero().flatten()
-            self._kept.append((high, low))
-            size, width, device = slots + RESERVED, layout.value_dim, pool.device
-            self._parts.append(
-                (
-                    torch.zeros(size, len(high), width, dtype=torch.float16, device=device),
-                    torch.zeros(size, len(low), width, dtype=torch.int8, device=device),
-                    torch.zeros(size, len(low), layout.groups, device=device),
-                )
-            )
+        self._layouts = tuple(n for n in pool.layouts if isinstance(n, PackedLayout))
+        layers = list(zip(self._layouts, masks, strict=True))
+        self._kept = tuple(KeptRows.from_mask(mask, layout) for layout, mask in layers)
+        self._parts = tuple(
+            kept.buffers(slots + RESERVED, layout)
+            for kept, layout in zip(self._kept, self._layouts, strict=True)
+        )
+        self._zeros = tuple(
+            n.pack(torch.zeros(n.key_dim, n.value_dim, device=pool.device)) for n in self._layouts
+        )
 
     @property
     def slot_bytes(self) -> int:
@@ -321,43 +316,30 @@ class PackedRows:
 
     def pack(self, source: int, target: int) -> None:
         """See `CheckpointPool`."""
-        for layout, state, (high, low), kept in self._layers():
-            hi, codes, scales = layout.split(state[source])
-            kept[0][target] = hi.reshape(-1, layout.value_dim)[high]
-            kept[1][target] = codes.reshape(-1, layout.value_dim)[low]
-            kept[2][target] = scales.reshape(-1, layout.groups)[low]
+        layers = zip(self._layouts, self._pool.states, self._kept, self._parts, strict=True)
+        for layout, state, kept, (high, codes, scales) in layers:
+            gather_packed(
+                state[source], kept, (high[target], codes[target], scales[target]), layout
+            )
 
     def unpack(self, source: int, target: int, omitted: Sequence[torch.Tensor] | None) -> None:
         """See `CheckpointPool`."""
-        for ordinal, (layout, state, (high, low), kept) in enumerate(self._layers()):
-            shape = (state.shape[1], layout.key_dim, layout.value_dim)
-            base = torch.zeros(shape, device=state.device)
-            if omitted is not None:
-                base = omitted[ordinal][0].float()
-            hi, codes, scales = (x.clone().contiguous() for x in layout.split(layout.pack(base)))
-            hi.view(-1, layout.value_dim)[high] = kept[0][source]
-            codes.view(-1, layout.value_dim)[low] = kept[1][source]
-            scales.view(-1, layout.groups)[low] = kept[2][source]
-            state[target] = layout.join(hi, codes, scales)
+        if omitted is None:
+            for state, zero in zip(self._pool.states, self._zeros, strict=True):
+                state[target] = zero
+        else:
+            slot = torch.tensor([target], device=self._pool.device)
+            self._pool.write_states(slot, omitted)
+        layers = zip(self._layouts, self._pool.states, self._kept, self._parts, strict=True)
+        for layout, state, kept, (high, codes, scales) in layers:
+            rows = (high[source], codes[source], scales[source])
+            scatter_packed(rows, kept, state[target], layout)
 
     def poison(self, slot: int) -> None:
         """See `CheckpointPool`."""
         for high, codes, scales in self._parts:
             high[slot], scales[slot] = float("nan"), float("nan")
             codes[slot] = -1
-
-    def _layers(
-        self,
-    ) -> list[
-        tuple[
-            PackedLayout,
-            torch.Tensor,
-            tuple[torch.Tensor, torch.Tensor],
-            tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        ]
-    ]:
-        layouts = [layout for layout in self._pool.layouts if isinstance(layout, PackedLayout)]
-        return list(zip(layouts, self._pool.states, self._kept, self._parts, strict=True))
 
 
 def _row_masks(

@@ -80,6 +80,12 @@ def jobs() -> Iterator[tuple[str, str, str, dict[str, Any], int, dict[str, str]]
                 4,
                 extra,
             )
+    kept = {"K": 128, "V": 128, "G": 4, "BLOCK": 128, "VP": 128, "GP": 4, "GATHER": False} | HEAD
+    kinds = {
+        "state": "*u8", "rows_high": "*i32", "rows_low": "*i32", "high": "*i16", "codes": "*i8",
+        "scales": "*i32",
+    }  # fmt: skip
+    yield "packed-rows", "packed_rows_triton", "packed_rows_kernel", kept, 1, kinds
     shape = {"HK": 4096, "V": 128, "VP": 128, "BR": 16}
     yield "refresh", "transfer_triton", "refresh_kernel", shape, 4, {}
     yield (
