@@ -107,7 +107,6 @@ def calibrate(
     )
     found: dict[Unit, Draw] = {}
     with work_folder(target, force=force) as work:
-        run.take_parts(work)
         for unit in run.wanted:
             try:
                 draw = run.draw(unit, work, clock.watched(progress, run.prefix(unit)))
@@ -148,7 +147,6 @@ def calibrate_part(
     clock, piece = Clock(deadline), Part.parse(part)
     run = _Run.prepare(model, part=piece, force=force, **options)
     with part_folder(Path(out), force=force) as work:
-        run.take_parts(work)
         for unit in piece.whole(run.wanted) or run.wanted:
             run.draw(unit, work, clock.watched(progress, run.prefix(unit)))
 
@@ -196,7 +194,7 @@ class _Run:
         **options: Any,
     ) -> "_Run":
         """Check the options and load the model."""
-        from hybridstate.quality.evaluation import units
+        from hybridstate.quality.evaluation import check_part_of, units
         from hybridstate.quant.catalogue import parse_list
         from hybridstate.quant.risk import check_k_hi
         from hybridstate.trajectories.dummy import dummy_model
@@ -206,6 +204,8 @@ class _Run:
         from hybridstate.trajectories.stages import stage
 
         wanted = units(seed, seeds, greedy=greedy)
+        for folder in merge:
+            check_part_of(Path(folder), wanted)
         settings = protocol(profile, temperature=temperature, **options)
         texts = shipped_texts() if prompts is None else read_texts(Path(prompts))
         if sequences is not None:
@@ -231,11 +231,6 @@ class _Run:
     def prefix(self, unit: "Unit") -> str:
         """What a stage's name starts with."""
         return "" if len(self.wanted) == 1 else f"{unit.label}: "
-
-    def take_parts(self, work: "Work") -> None:
-        """Finished draws of partial runs; `draw` takes their recorded batches."""
-        for folder in self.merge:
-            work.take(folder, self.wanted)
 
     def draw(self, unit: "Unit", work: "Work", progress: "Progress") -> "Draw | None":
         """One draw, as far as this part goes: finished before, or recorded, scored and validated now."""
@@ -263,7 +258,7 @@ class _Run:
             "k_hi": self.k_hi,
             "tasks": self.tasks,
         }
-        finished = work.finished(unit, depends_on)
+        finished = work.finished(unit, depends_on, others=self.merge)
         if finished is not None:
             return finished
         layers = len(self.loaded.spec.layers)

@@ -132,5 +132,5 @@ def parse_tiers(value: str | None) -> tuple[int, ...] | None:
         return tuple(int(part) for part in value.split(","))
     except ValueError as error:
         raise UsageError(
-            f"--tiers takes whole numbers separated by commas, found {value!r}", found=value
+            f"--tiers takes whole numbers separated by commas, found {value!r:.60}", found=value
         ) from error

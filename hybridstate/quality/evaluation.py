@@ -10,7 +10,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from hybridstate.quality.calibration import Calibration
 from hybridstate.quality.decoded import task_accuracy
 from hybridstate.quality.divergence import Measured, divergences, pooled
 from hybridstate.quality.draw import ARRAYS_FILE, RESULT_FILE, Draw, copy_draw, read_draw
-from hybridstate.trajectories.store import differences
+from hybridstate.trajectories.store import claimed, differences
 
 Progress = Callable[[str, int, int], None]
 
@@ -36,6 +36,10 @@ SPREAD_OF: Final = (
 )
 """Parts of the document whose mean and spread over seeds are given."""
 PER_SEED: Final = (*SPREAD_OF, "fingerprint", "seed", "skipped")
+
+
+MOST_SEEDS: Final = 1000
+"""Whole calibrations of one run: a typing error of more would only fill the memory."""
 
 
 class OutOfTime(UsageError):
@@ -61,10 +65,10 @@ def units(seed: int, seeds: int, *, greedy: bool) -> tuple[Unit, ...]:
     """Seeds `seed`, `seed + 1`, ..., then greedy trajectories if asked for.
 
     Raises:
-        UsageError: not a positive number of seeds.
+        UsageError: not a number of seeds that a run can have.
     """
-    if seeds < 1:
-        raise UsageError(f"seeds must be at least 1, found {seeds}", found=seeds)
+    if not 1 <= seeds <= MOST_SEEDS:
+        raise UsageError(f"seeds must be 1 to {MOST_SEEDS:,}, found {seeds}", found=seeds)
     found = [Unit(f"seed-{n}", n) for n in range(seed, seed + seeds)]
     return tuple(found + ([Unit("greedy", seed, 0.0)] if greedy else []))
 
@@ -138,12 +142,16 @@ class Work:
         """Subfolder of a draw."""
         return self.folder / unit.label
 
-    def finished(self, unit: Unit, depends_on: dict[str, Any]) -> Draw | None:
-        """A finished draw of the same options, None if there is none.
+    def finished(
+        self, unit: Unit, depends_on: dict[str, Any], *, others: Sequence[Path] = ()
+    ) -> Draw | None:
+        """A finished draw of the same options, taken from a partial run where only that has it; None if there is none.
 
         Raises:
-            UsageError: it was made with other options, and not `force`.
+            UsageError: it was made with other options, and not `force`; one of a partial run is not even copied.
         """
+        for other in others:
+            self._take(other / unit.label, unit, depends_on)
         found = read_draw(self.place(unit))
         if found is None:
             return None
@@ -171,31 +179,47 @@ class Work:
         assert found is not None
         return found
 
-    def take(self, other: Path, of: tuple[Unit, ...]) -> None:
-        """Finished draws of a partial run that this one lacks; batches are merged by their store.
-
-        Raises:
-            UsageError: `other` holds nothing of this run.
-        """
-        if not any((other / unit.label).is_dir() for unit in of):
+    def _take(self, source: Path, unit: Unit, depends_on: dict[str, Any]) -> None:
+        """Copy a partial run's finished draw where this one has none; batches are merged by their store."""
+        found = None if (self.place(unit) / RESULT_FILE).exists() else read_draw(source)
+        if found is None:
+            return
+        if changed := differences(found[1], depends_on):
             raise UsageError(
-                f"{other} holds no part of this run",
-                hint="give the folder that calibrate --part wrote, and the same options",
-                file=str(other),
+                f"{source} was finished with other options ({'; '.join(changed[:4])})",
+                hint="merge parts of this very run: the same model and options",
+                file=str(source),
+                differences=changed,
             )
-        for unit in of:
-            source, target = other / unit.label, self.place(unit)
-            if (source / RESULT_FILE).is_file() and not (target / RESULT_FILE).exists():
-                copy_draw(source, target)
+        copy_draw(source, self.place(unit))
 
     def remove(self) -> None:
-        """Delete the folder, once the result is written."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Delete the folder, except for draws that another process is recording there."""
+        if not any(claimed(place) for place in self.folder.glob("*")):
+            shutil.rmtree(self.folder, ignore_errors=True)
+            return
+        for place in self.folder.glob("*"):
+            if not claimed(place):
+                shutil.rmtree(place, ignore_errors=True)
 
     def anything(self) -> bool:
         """Whether a batch or a draw is finished."""
         return any(self.folder.glob("*/batch-*.safetensors")) or any(
             self.folder.glob(f"*/{RESULT_FILE}")
+        )
+
+
+def check_part_of(folder: Path, of: tuple[Unit, ...]) -> None:
+    """Refuse to merge a folder without a draw of this run.
+
+    Raises:
+        UsageError: `folder` holds nothing of it.
+    """
+    if not any((folder / unit.label).is_dir() for unit in of):
+        raise UsageError(
+            f"{folder} holds no part of this run",
+            hint="give the folder that calibrate --part wrote, and the same options",
+            file=str(folder),
         )
 
 

@@ -48,12 +48,12 @@ _PLAIN: Final = re.compile(
     r"(?P<format>fp32|fp16|bf16|fp8|int8-step-stochastic|int8-step|int4|nvfp4)(?P<reorder>\+reorder)?"
 )
 _INT8: Final = re.compile(
-    r"int8(-every-(?P<every>\d+)(?P<reorder>\+reorder)?|-feedback-(?P<feedback>fp16|int4))"
+    r"int8(-every-(?P<every>[0-9]{1,9})(?P<reorder>\+reorder)?|-feedback-(?P<feedback>fp16|int4))"
 )
 _DAMP: Final = re.compile(
-    r"damp(-(?P<low>int8|fp8|int4|nvfp4))?(-k(?P<k_hi>\d+))?"
+    r"damp(-(?P<low>int8|fp8|int4|nvfp4))?(-k(?P<k_hi>[0-9]{1,9}))?"
     r"(-(?P<selector>error-only|retention-only|energy|random))?(?P<alone>-per-head)?"
-    r"(-every-(?P<every>\d+))?(?P<reorder>\+reorder)?"
+    r"(-every-(?P<every>[0-9]{1,9}))?(?P<reorder>\+reorder)?"
 )
 _EXACT: Final = ("fp32", "fp16", "bf16")
 

@@ -53,7 +53,7 @@ class BatchWriter:
         if free < self.nbytes:
             raise UsageError(
                 f"{path.parent} has {free:,} bytes left, the recorded batch takes {self.nbytes:,}",
-                hint="choose an output folder on another disk, or a smaller --batch",
+                hint="choose an output folder on another disk, or free some space",
                 found=free,
                 expected=self.nbytes,
             )

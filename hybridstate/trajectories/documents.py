@@ -124,7 +124,7 @@ def _array(content: str, file: Path) -> Iterator[tuple[int, Any]]:
             entry, end = decoder.raw_decode(content, place)
         except (ValueError, RecursionError) as error:
             at = getattr(error, "lineno", line)
-            reason = getattr(error, "msg", "nested too deeply")
+            reason = _reason(error)
             raise _bad(file, at, f"no JSON: {reason}", error) from error
         yield line, entry
         place = _skip(content, end)
@@ -140,6 +140,13 @@ def _array(content: str, file: Path) -> Iterator[tuple[int, Any]]:
         raise _bad(file, at, "something follows the array of entries")
 
 
+def _reason(error: Exception) -> str:
+    """Why there is no JSON; a number of more digits than Python reads has neither place nor name."""
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    return str(getattr(error, "msg", "a number has too many digits"))
+
+
 def _skip(content: str, place: int) -> int:
     match = _SPACE.match(content, place)
     return place if match is None else match.end()
@@ -152,7 +159,7 @@ def _lines(content: str, file: Path) -> Iterator[tuple[int, Any]]:
         try:
             yield number, json.loads(line)
         except (ValueError, RecursionError) as error:
-            reason = getattr(error, "msg", "nested too deeply")
+            reason = _reason(error)
             raise _bad(file, number, f"no JSON: {reason}", error) from error
 
 

@@ -22,6 +22,7 @@ from hybridstate.trajectories.protocol import ALGORITHM_VERSION
 from hybridstate.trajectories.record import Arrays, Recording
 
 RUN_FILE = "run.json"
+LOCK_FILE = ".lock"
 NAMED = 4
 """Differing fields that a message spells out; all of them are in its context."""
 
@@ -88,6 +89,7 @@ class TrajectoryStore:
         for file in files:
             target = self.folder / file.name
             if not target.exists():
+                _check_whole(file)
                 write_file(target, file.read_bytes())
                 copied.append(int(file.stem.removeprefix("batch-")))
             elif sha256_bytes(file.read_bytes()) != sha256_bytes(target.read_bytes()):
@@ -105,7 +107,7 @@ class TrajectoryStore:
             fcntl: Any = importlib.import_module("fcntl")
         except ImportError:  # Windows
             return
-        self._lock = (self.folder / ".lock").open("w")
+        self._lock = (self.folder / LOCK_FILE).open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -115,6 +117,10 @@ class TrajectoryStore:
                 hint="wait for it, or choose another folder",
                 file=str(self.folder),
             ) from error
+        for left in self.folder.glob(
+            ".batch-*.partial-*"
+        ):  # of a killed process: nobody else writes here
+            left.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Let other processes in."""
@@ -181,6 +187,37 @@ class TrajectoryStore:
         """Delete the folder, once the calibration that used it is written."""
         self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def claimed(folder: Path) -> bool:
+    """Whether a process, this one or another, records in that folder now."""
+    lock = folder / LOCK_FILE
+    try:
+        fcntl: Any = importlib.import_module("fcntl")
+        with lock.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (ImportError, OSError):  # Windows, or nothing was ever recorded there
+        return False
+    return False
+
+
+def _check_whole(file: Path) -> None:
+    """Refuse a batch that is no whole safetensors file.
+
+    Raises:
+        SourceError: naming it.
+    """
+    try:
+        with safe_open(file, "pt"):
+            return
+    except (OSError, SafetensorError) as error:
+        raise SourceError(
+            f"{file}: not a whole batch: {error}",
+            hint="delete that file and run that part again",
+            file=str(file),
+        ) from error
 
 
 def _read_run(folder: Path) -> Any:

@@ -30,7 +30,7 @@ def write_calibration(
             shape = (layer.value_heads, layer.value_dim)
             scale = np.exp(rng.normal(0, 0.5, shape)).astype(np.float32)
             order = np.argsort(rng.uniform(size=shape), axis=1).astype("i2")
-            alone = np.sort(np.argsort(-summed, axis=1)[:, -k_hi:], axis=1)  # other channels
+            alone = np.sort(np.argsort(summed, axis=1)[:, :k_hi], axis=1)  # other channels
             arrays[f"layers.{layer.index}.value_scale"] = scale
             arrays[f"layers.{layer.index}.value_order"] = order
             arrays[f"layers.{layer.index}.protected_reorder"] = np.repeat(

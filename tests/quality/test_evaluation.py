@@ -1,6 +1,7 @@
 """Several seeds: what is averaged, what a stopped run keeps, parts that merge, greedy beside sampled."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,14 @@ import numpy as np
 import pytest
 
 from hybridstate import api
-from hybridstate.errors import NumericError, UsageError
+from hybridstate.errors import NumericError, SourceError, UsageError
 from hybridstate.quality import evaluation
 from hybridstate.quality.calibration import Calibration
 from hybridstate.quality.evaluation import Clock, OutOfTime, Part, over_draws, units
 from hybridstate.quant import calibration as stages
 from hybridstate.trajectories import record as recording
 from hybridstate.trajectories.protocol import protocol, with_sequences
+from hybridstate.trajectories.store import TrajectoryStore
 
 SMALL: dict[str, Any] = {
     "k_hi": 2,
@@ -95,6 +97,39 @@ def test_parts_of_whole_seeds_merge_to_the_bytes_of_one_run(
     assert not (tmp_path / ".merged.trajectories").exists()
 
 
+def test_a_part_of_other_options_or_a_damaged_one_leaves_nothing_behind(
+    tiny_gdn: Path, tmp_path: Path
+) -> None:
+    part, out = tmp_path / "part", tmp_path / "out"
+    api.calibrate_part(tiny_gdn, part, "1/1", **SMALL)
+    with pytest.raises(UsageError, match=r"part/seed-0 was finished with other options \(k_hi"):
+        calibrate(tiny_gdn, out, merge=[part], k_hi=3)
+    with pytest.raises(UsageError, match="holds no part of this run"):
+        calibrate(tiny_gdn, out, merge=[tmp_path / "absent"])
+    (part / "seed-0" / "result.safetensors").write_bytes(b"cut")
+    with pytest.raises(SourceError, match=r"part/seed-0: cannot read a finished seed"):
+        calibrate(tiny_gdn, out, merge=[part])
+    assert not (tmp_path / ".out.trajectories").exists()
+    calibrate(tiny_gdn, out, k_hi=3)  # without the wrong part all is well
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no advisory locks")
+def test_a_refused_process_leaves_the_recording_of_the_other_alone(
+    tiny_gdn: Path, tmp_path: Path
+) -> None:
+    place = tmp_path / ".out.trajectories" / "seed-0"
+    theirs = TrajectoryStore.open(place, {"run": "theirs"}, 1)
+    partial = place / ".batch-000.safetensors.partial-0"
+    partial.write_text("half a batch")
+    for options in ({}, {"merge": [tmp_path / "absent"]}):
+        with pytest.raises(UsageError, match=r"another process|holds no part"):
+            calibrate(tiny_gdn, tmp_path / "out", **options)
+        assert partial.read_text() == "half a batch"
+    theirs.close()  # as if it had been killed: its half batch goes, its place is free
+    calibrate(tiny_gdn, tmp_path / "out")
+    assert not place.parent.exists()
+
+
 def test_a_deadline_keeps_finished_seeds_and_the_same_command_continues(
     tiny_gdn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,8 +188,9 @@ def test_parts_and_seeds_that_make_no_sense_are_refused(tiny_gdn: Path, tmp_path
     for text in ("0/2", "3/2", "1", "a/b", "1/2/3", "-1/2"):
         with pytest.raises(UsageError, match="no part of a run"):
             Part.parse(text)
-    with pytest.raises(UsageError, match="seeds must be at least 1"):
-        units(0, 0, greedy=False)
+    for seeds in (0, -1, 10**12):
+        with pytest.raises(UsageError, match="seeds must be 1 to 1,000"):
+            units(0, seeds, greedy=False)
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(UsageError, match="holds no part"):
         api.calibrate_part(tiny_gdn, tmp_path, "1/2", **SMALL)

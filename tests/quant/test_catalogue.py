@@ -29,7 +29,11 @@ def test_parts_of_a_name() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["int3", "damp-int3", "fp32+reorder", "int8-every-0", "damp-every-0", "damp-k", "", "SR"],
+    [
+        *("int3", "damp-int3", "fp32+reorder", "int8-every-0", "damp-every-0", "damp-k", "", "SR"),
+        *("damp-k" + "9" * 5000, "int8-every-" + "9" * 5000, "damp-k\N{ARABIC-INDIC DIGIT THREE}"),
+    ],
+    ids=lambda name: name[:20],
 )
 def test_names_that_mean_nothing_are_refused(name: str) -> None:
     with pytest.raises(UsageError, match="no storage format"):

@@ -93,6 +93,7 @@ def test_a_mark_at_the_start_and_broken_surrogates_do_no_harm(tmp_path: Path) ->
         ("a.json", '[{"text": "x"}]\nmore', 2, "something follows"),
         ("a.json", '[{"text": "x"},\n\n{"text": nope}]', 3, "no JSON"),
         ("a", "[" + '{"text": ' * 100_000, 1, "no JSON: nested too deeply"),
+        ("a.jsonl", '{"text": ' + "9" * 5000 + "}", 1, "no JSON: a number has too many digits"),
     ],
 )
 def test_malformed_input_gives_file_line_and_form(

@@ -191,6 +191,12 @@ def test_two_partial_stores_merge_and_other_runs_do_not(tmp_path: Path) -> None:
     second.write(1, batch(3.0))
     with pytest.raises(SourceError, match="differs from the batch of that number"):
         first.merge(second.folder)
+    second.write(1, batch(2.0))
+    cut = second.folder / "batch-003.safetensors"
+    cut.write_bytes((second.folder / "batch-000.safetensors").read_bytes()[:-1])
+    with pytest.raises(SourceError, match=r"batch-003.*not a whole batch"):
+        first.merge(second.folder)
+    assert not first.has(3)
     other = TrajectoryStore.open(tmp_path / "c", OTHER, 1)
     other.write(2, batch(4.0))
     with pytest.raises(UsageError, match="another run") as refused:
