@@ -11,10 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
+from hybridstate.kernels import ring_update
 from hybridstate.kernels.layout import DenseLayout, PackedLayout
 from hybridstate.kernels.update import dense_step, packed_step
 from tests.kernels.cases import DENSE, PUBLISHED, SMALL, Case, check, draw
 from tests.kernels.test_multi_token import LARGE, check_tokens
+from tests.kernels.test_packed_rows import LAYOUTS as ROW_LAYOUTS
+from tests.kernels.test_packed_rows import test_kernels_move_the_bits_that_torch_moves
 from tests.kernels.transfer_cases import (
     LAYOUTS,
     check_copy,
@@ -32,6 +35,15 @@ def step(case: Case, name: str) -> None:
     call = packed_step if isinstance(case.layout, PackedLayout) else dense_step
     call(**arguments, layout=case.layout, out=out, backend=name)  # type: ignore[arg-type, operator]
     check(case, inputs, out, arguments["pool"], "kernel-bf16")
+
+
+def ring(name: ring_update.Name, layout: PackedLayout, *, per_channel: bool) -> None:
+    """Steps of every phase and a flush of deferred requantisation."""
+    functions = ring_update.functions(name, layout)
+    found = ring_update.check(
+        *functions, "cuda", layout, per_channel=per_channel, every=4, steps=5, batch=3, fused=True
+    )
+    assert found["problem"] is None, found
 
 
 def runs() -> Iterator[tuple[str, Callable[[], None]]]:
@@ -53,6 +65,20 @@ def runs() -> Iterator[tuple[str, Callable[[], None]]]:
             f"packed rows {layout.layout_id}",
             lambda x=layout: check_packed_checkpoint(x, "cuda", per_channel=True),
         )
+    for layout in ROW_LAYOUTS[:4]:
+        yield (
+            f"kept rows {layout.layout_id}",
+            lambda x=layout: test_kernels_move_the_bits_that_torch_moves(x, "cuda"),
+        )
+    for kda in (False, True):
+        for backend, layout in (
+            ("gluon", PackedLayout(128, 128, 16)),
+            ("triton", PackedLayout(24, 40, 8)),
+        ):
+            yield (
+                f"ring {backend} {'kda' if kda else 'gdn'}",
+                lambda b=backend, x=layout, k=kda: ring(b, x, per_channel=k),
+            )
     yield "copy", lambda: check_copy("cuda", (3, 5, 4, 20), torch.float32)
     yield "copy of odd bytes", lambda: check_copy("cuda", (3, 7), torch.uint8)
     for layout in LARGE:
