@@ -197,7 +197,8 @@ class Sweep:
     def run(self) -> dict[str, Any]:
         """Points, control and operating point; dense first, then that point, then the other arms.
 
-        Other arms begin at the operating point, so that a run which is cut short has it.
+        Other arms begin at the operating point and go on with the working sets next to it, so that a run which is cut
+        short has those; the control and the other limits come last.
         """
         options, first = self.options, self.options.limits[0]
         points: list[dict[str, Any]] = []
@@ -216,16 +217,15 @@ class Sweep:
         }
         every = (self.dense, *self.arms)
         self._collect([Case(arm, operating, first) for arm in self.arms], points)
+        others = sorted(
+            (ratio for ratio in options.ratios if ratio != operating),
+            key=lambda ratio: (abs(ratio - operating), ratio),
+        )
+        self._collect([Case(arm, ratio, first) for ratio in others for arm in self.arms], points)
         if options.control:
             self._collect([Case(arm, operating, first, True) for arm in every], control)
-        rest = [Case(arm, operating, limit) for limit in options.limits[1:] for arm in every]
-        rest += [
-            Case(arm, ratio, first)
-            for ratio in options.ratios
-            if ratio != operating
-            for arm in self.arms
-        ]
-        self._collect(rest, points)
+        limits = [Case(arm, operating, limit) for limit in options.limits[1:] for arm in every]
+        self._collect(limits, points)
         return self._found
 
     def _collect(self, cases: Sequence[Case], into: list[dict[str, Any]]) -> None:
