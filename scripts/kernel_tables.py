@@ -8,6 +8,9 @@ from tables import Result, markdown, percent, times
 
 FORM_BATCHES = (256, 64, 16, 8, 4, 1)
 PASS_NAMES = {"packed": "packed bytes", "bf16": "16-bit bytes", "fp32": "FP32 bytes"}
+RIVAL_BATCHES = (1, 8, 64, 128, 256, 1024)
+RIVAL_STATES = ("damp", "damp, every 8, mixed")
+"""Of the table of rivals; the recorded file has all."""
 PHASE_NAMES = ("mixed", "aligned", "aligned, two kernels")
 
 
@@ -175,6 +178,8 @@ def rivals(result: Result) -> str:
         ]
         for entry in result.get("fastest", [])
         if entry["fastest"]
+        and entry["batch"] in RIVAL_BATCHES
+        and entry.get("state", "damp") in RIVAL_STATES
     ]
     return markdown(["layer of", "batch", "state", "us", *columns], rows) if rows else ""
 

@@ -41,7 +41,7 @@ part update 85 "$python" scripts/update_gpu.py "$out/update.json" --deadline 78
 part ring 70 "$python" scripts/ring_tune.py --out "$out/ring" --deadline 66
 part update-overlap 35 "$python" scripts/update_gpu.py "$out/update-overlap.json" --overlap --deadline 32 \
     --format fp32 --format damp --batch 1 --batch 8 --batch 64 --batch 128 --batch 256 --batch 512
-part codecs 30 "$python" scripts/measure_codecs.py "$out/codecs.json" --skip-tests --skip-tuning --deadline 27
+part codecs 40 "$python" scripts/measure_codecs.py "$out/codecs.json" --skip-tests --skip-tuning --deadline 36
 part bytes 30 "$python" scripts/kernel_bytes.py --out "$out/bytes.json"
 part tune 70 "$python" scripts/kernel_tune.py --out "$out/tune" --deadline 65
 part sanitize 400 env PYTHON="$python" scripts/sanitize.sh
