@@ -13,7 +13,10 @@ Anything else that escapes is a bug and ends with exit code 1.
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
+
+UNREADABLE: Final = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+"""What JSON of another form raises while it is taken apart: `1e999` where an integer stands overflows."""
 
 
 def one_line(text: str) -> str:

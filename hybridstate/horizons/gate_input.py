@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridstate.checkpoint import Checkpoint
-from hybridstate.errors import PlanMismatch, SourceError, UsageError
+from hybridstate.errors import UNREADABLE, PlanMismatch, SourceError, UsageError
 
 F64 = NDArray[np.float64]
 Objective = Literal["rank", "median"]
@@ -212,7 +212,7 @@ def read_gate_input(
         value, flat = float(choice["gate_input"]), bool(choice["flat"])
         if not np.isfinite(value):
             raise ValueError(f"gate input {value}")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, *UNREADABLE) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise SourceError(
             f"{file}: no validation with a measured gate input: {reason}",

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridstate.errors import PlanMismatch, SourceError
+from hybridstate.errors import UNREADABLE, PlanMismatch, SourceError
 from hybridstate.plan.schema import ValidationRow
 from hybridstate.provenance import sha256_bytes
 
@@ -96,7 +96,7 @@ def read_calibration(path: str | Path) -> Calibration:
         ) from error
     try:
         return _parse(folder, content, arrays)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except UNREADABLE as error:
         raise SourceError(
             f"{file}: {type(error).__name__} at {error}: not a calibration this version reads",
             hint=_AGAIN,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
-from hybridstate.errors import PlanMismatch, SourceError, UsageError
+from hybridstate.errors import UNREADABLE, PlanMismatch, SourceError, UsageError
 from hybridstate.plan.select import Selection
 from hybridstate.provenance import sha256_bytes
 
@@ -149,7 +149,7 @@ def read_measured(path: str | Path, digests: Mapping[str, str], *, policy: str =
         )
         if not isinstance(recorded, dict) or not found.cutoffs:
             raise ValueError(f"no arm {chosen} with a cutoff")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, *UNREADABLE) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise SourceError(
             f"{file}: no measurements of bench restore that name their model: {reason}",
@@ -180,6 +180,11 @@ def _cutoffs(arms: Sequence[Mapping[str, Any]], policy: LoadPolicy) -> tuple[Mea
         kl, error = float(prose["kl"]), prose["kl_se"]
         if not (math.isfinite(kl) and kl >= 0):
             raise ValueError(f"arm {arm['arm']} has a KL of {kl}")
+        if error is not None and not (math.isfinite(error) and error >= 0):
+            raise ValueError(f"arm {arm['arm']} has a standard error of {error}")
+        for name, value, least in (("w_max", arm["w_max"], 4), ("cases", prose["cases"], 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"arm {arm['arm']} has a {name} of {value!r:.40}")
         found.append(
             MeasuredCutoff(
                 w_max=int(arm["w_max"]),
@@ -190,4 +195,7 @@ def _cutoffs(arms: Sequence[Mapping[str, Any]], policy: LoadPolicy) -> tuple[Mea
                 mask_digest=str(arm["mask_digest"]),
             )
         )
+    twice = len(found) - len({cutoff.w_max for cutoff in found})
+    if twice:
+        raise ValueError(f"{twice} cutoffs of {policy} occur twice")
     return tuple(sorted(found, key=lambda cutoff: cutoff.w_max))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from hybridstate.errors import SourceError
+from hybridstate.errors import UNREADABLE, SourceError
 from hybridstate.provenance import canonical_json, write_file
 from hybridstate.quality.decoded import TaskScores
 from hybridstate.quality.divergence import Measured
@@ -99,7 +99,7 @@ def read_draw(folder: Path) -> tuple[Draw, dict[str, Any]] | None:
             tuple(content["warnings"]),
         )
         return draw, content["depends_on"]
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, *UNREADABLE, SafetensorError) as error:
         raise SourceError(
             f"{folder}: cannot read a finished seed: {error}",
             hint=f"delete {RESULT_FILE} there and run the same command again",

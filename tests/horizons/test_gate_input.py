@@ -157,6 +157,18 @@ def test_a_recorded_choice_is_taken_for_its_own_model(tiny_kda: Path, tmp_path: 
         read_gate_input(file, digests)
 
 
+@pytest.mark.parametrize("value", [10**400, float("inf"), float("nan"), None, "x", []])
+def test_a_gate_input_that_is_no_finite_number_is_told_with_its_file(
+    tmp_path: Path, value: Any
+) -> None:
+    file = tmp_path / "edited.json"
+    file.write_text(json.dumps(recording({}, gate_input=value)))
+    with pytest.raises(
+        SourceError, match=r"edited\.json: no validation with a measured gate input"
+    ):
+        read_gate_input(file, {})
+
+
 @pytest.mark.parametrize(
     "content",
     ["", "[]", "{}", '{"result": {"validation": null}}', "[" * 100_000, '{"result": {}}'],

@@ -150,6 +150,43 @@ def test_a_recording_without_what_is_needed_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        ("w_max", 10**400),
+        ("w_max", "64"),
+        ("w_max", True),
+        ("w_max", -5),
+        ("checkpoint_bytes", float("inf")),
+        ("kl", 10**400),
+        ("kl", -1.0),
+        ("kl_se", float("nan")),
+        ("kl_se", float("inf")),
+        ("cases", 0),
+        ("cases", 1e999),
+    ],
+)
+def test_edited_numbers_are_told_with_their_file(
+    recorded: Callable[..., Path], where: str, value: Any
+) -> None:
+    file = recorded()
+    document = json.loads(file.read_text())
+    for arm in document["result"]["arms"][1:]:
+        (arm["prose"] if where in arm["prose"] else arm)[where] = value
+    file.write_text(json.dumps(document))
+    with pytest.raises((SourceError, UsageError), match=r"restore\.json"):
+        read_measured(file, document["result"]["model_digests"]).choose(0.1)
+
+
+def test_a_cutoff_that_occurs_twice_is_refused(recorded: Callable[..., Path]) -> None:
+    file = recorded()
+    document = json.loads(file.read_text())
+    document["result"]["arms"] *= 2
+    file.write_text(json.dumps(document))
+    with pytest.raises(SourceError, match=r"restore\.json.*occur twice"):
+        read_measured(file, {})
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (("--w-max", "auto"), "needs a bound and the measurements"),
