@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
 # The recorded `bench serve` of both embedded models, and the exchange between ranks. A GPU serves one run at a time.
 #
-#   [MODELS=tiny-kda] [CUTOFFS="16 64"] bash scripts/serve_embedded.sh RESULTS [SECONDS] [EARLIER]
+#   [MODELS=tiny-kda] [CUTOFFS="16 64"] [THINK=8] bash scripts/serve_embedded.sh RESULTS [SECONDS] [EARLIER]
 #
 # With eight GPUs each model gets half of them; with fewer the models follow each other on all. RESULTS gets
 # serve-MODEL.json, then serve-MODEL-kv.json (states and attention tokens under one budget: FP32, BF16, DAMP),
-# exchange-tiny-kda.json and logs; no run begins after SECONDS, and what is missing is said in the result. A folder
-# EARLIER of an earlier call is continued: its complete points are not run again.
+# exchange-tiny-kda.json and logs; with THINK seconds between turns the names end in -think. No run begins after
+# SECONDS, and what is missing is said in the result. A folder EARLIER of an earlier call is continued: its complete
+# points are not run again.
 set -u
 results=$1 seconds=${2:-480} earlier=${3:-}
 models=(${MODELS:-tiny-kda tiny-gdn}) cutoffs=()
+think=(--think "${THINK:-0}") suffix=${THINK:+-think}
 for cutoff in ${CUTOFFS:-64}; do cutoffs+=(--w-max "$cutoff"); done
 mkdir -p "$results"
 started=$SECONDS
@@ -31,7 +33,7 @@ serve() {
   for file in "$earlier/$name.json" "$earlier/$name.partial.json"; do
     [ -n "$earlier" ] && [ -f "$file" ] && [ ${#resume[@]} -eq 0 ] && resume=(--resume "$file")
   done
-  CUDA_VISIBLE_DEVICES=$visible python -m hybridstate bench serve "$model" --plan "plans/$model" "${cutoffs[@]}" "$@" \
+  CUDA_VISIBLE_DEVICES=$visible python -m hybridstate bench serve "$model" --plan "plans/$model" "${cutoffs[@]}" "${think[@]}" "$@" \
     --workers "$workers" --deadline "$left" --device cuda --force "${resume[@]}" -o "$results/$name.json" \
     > "$results/$name.log" 2>&1
   echo "$name on GPUs $visible: exit $?"
@@ -39,9 +41,9 @@ serve() {
 
 one() {
   local model=$1 visible=$2 workers=$3 until=$4
-  serve "$model" "serve-$model" "$visible" "$workers" $((until - (SECONDS - started))) \
+  serve "$model" "serve-$model$suffix" "$visible" "$workers" $((until - (SECONDS - started))) \
     --arm nr --arm wr --arm int8 --arm damp --arm nr+int8 --arm damp+nr
-  serve "$model" "serve-$model-kv" "$visible" "$workers" $((until - (SECONDS - started))) \
+  serve "$model" "serve-$model-kv$suffix" "$visible" "$workers" $((until - (SECONDS - started))) \
     --arm bf16 --arm damp --budget-scope state+kv --limit 32 --no-control
 }
 

@@ -133,7 +133,7 @@ def bench_serve(
         "simulated": False,
         "device": device_record(target),
     }
-    known = None if resume is None else read_earlier(resume, header, here.trace.to_json())
+    known = None if resume is None else read_earlier(resume, header, here.trace, options)
     pool = Workers(setting, here, workers)
     sweep = Sweep(
         dense,

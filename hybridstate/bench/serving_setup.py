@@ -206,7 +206,7 @@ def kv_token_bytes(config: Mapping[str, Any]) -> int:
 
 
 def read_earlier(
-    path: Path, header: Mapping[str, Any], trace: Mapping[str, Any]
+    path: Path, header: Mapping[str, Any], trace: "Trace", options: "Options"
 ) -> "dict[Key, dict[str, Any]]":
     """Points of an earlier `bench serve` that goes on.
 
@@ -220,7 +220,15 @@ def read_earlier(
         document = json.loads(path.read_text(encoding="utf-8"))
         document = document.get("result", document)
         same = ("model", "plan_digest", "scale", "dtype")
-        wanted = {**{name: header[name] for name in same}, "trace": trace}
+        wanted = {
+            **{name: header[name] for name in same},
+            "trace": trace.to_json(),
+            "clients": options.clients,
+            "think_s": options.think,
+            "policy": options.policy,
+            "budget_scope": options.scope,
+            "working_set": options.working_set,
+        }
         document["device"] = document["device"]["name"]
         return earlier(document, {**wanted, "device": header["device"]["name"]})
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:

@@ -225,6 +225,8 @@ def test_a_run_goes_on_where_another_ended(
     assert len(told) == 9
     with pytest.raises(UsageError, match="another scale, trace"):
         bench_serve(tiny_kda, **{**arguments, "scale": 2 * SCALE})
+    with pytest.raises(UsageError, match="another think_s"):
+        bench_serve(tiny_kda, think=1.0, **arguments)
     changed = {**result, "points": [{**p, "slots_native": 1} for p in result["points"]]}
     file.write_text(json.dumps(changed))
     with pytest.raises(UsageError, match="another slots_native for dense"):
