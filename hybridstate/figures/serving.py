@@ -67,7 +67,8 @@ def _how(result: Result) -> str:
     trace = result["trace"]
     made = "synthetic trace" if trace["synthetic"] else "trace"
     how = "simulated" if result["simulated"] else f"measured on {result['device']['name']}"
-    return f"{made} {trace['name']}, {how}"
+    ranks = result["profile"]["tp"]
+    return f"{made} {trace['name']}, {how}{f', TP {ranks}' if ranks > 1 else ''}"
 
 
 def _value(point: Point, metric: str) -> float:
