@@ -75,6 +75,8 @@ def bench_simulate(
     from hybridstate.bench.serving_setup import make_options, recorded_fit, trace_of, with_exchange
     from hybridstate.bench.simulate import Simulation
 
+    if kv_bytes is not None and kv_bytes < 0:
+        raise UsageError("--kv-bytes must not be negative", found=kv_bytes)
     if cost is not None and fit is not None:
         raise UsageError("a fit makes its own cost model", hint="give either --cost or --fit")
     options = make_options(

@@ -380,8 +380,11 @@ def _mooncake(path: Path, *, context: int, reply: int, limit: int | None, vocabu
             length, hashes = int(row["input_length"]), [int(h) for h in row["hash_ids"]]
             if 0 < length <= context and len(hashes) * MOONCAKE_BLOCK >= length:
                 output = min(reply, max(1, int(row["output_length"])))
-                rows.append((float(row["timestamp"]) / 1e3, length, output, hashes))
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+                at = float(row["timestamp"]) / 1e3
+                if not np.isfinite(at):
+                    raise ValueError(f"a request at {at} seconds")
+                rows.append((at, length, output, hashes))
+    except (OSError, ValueError, OverflowError, KeyError, TypeError) as error:
         raise SourceError(
             f"cannot read {path.name} as a Mooncake trace: {error}", file=str(path)
         ) from error

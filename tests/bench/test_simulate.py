@@ -125,6 +125,17 @@ def test_damaged_traces_are_named(tmp_path: Path, style: str, text: str) -> None
 # -- the loop -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "odd", [{"timestamp": float("nan")}, {"timestamp": float("inf")}, {"input_length": 1e999}]
+)
+def test_mooncake_numbers_are_finite(tmp_path: Path, odd: dict[str, float]) -> None:
+    row = {"timestamp": 0, "input_length": 8, "output_length": 2, "hash_ids": [1], **odd}
+    path = tmp_path / "odd.jsonl"
+    path.write_text(json.dumps(row))
+    with pytest.raises(SourceError, match=r"odd\.jsonl as a Mooncake trace"):
+        read_trace(path, "mooncake")
+
+
 def test_every_request_is_served_in_order_and_the_clock_adds_up() -> None:
     run, cache = served(ARMS["dense"], Pools(native=40))
     assert len(run.served) == sum(len(SMALL.make(n).turns) for n in range(SMALL.size))
@@ -388,6 +399,7 @@ def test_command_prints_one_document(tmp_path: Path, tiny_kda: Path) -> None:
         ["--budget-scope", "all"],
         ["--balance", "none"],
         ["--think", "-1"],
+        ["--kv-bytes", "-1"],
         ["--seeds", "0"],
         ["--scale", "2"],
         ["--every", "-1"],
