@@ -15,8 +15,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hybridstate.bench.layers import EMBEDDED, PUBLISHED
-from hybridstate.bench.update import FORMATS, GPU_BATCHES, UpdateReport, run_update
-from hybridstate.bench.update_ring import LENGTHS
+from hybridstate.bench.update import FORMATS, GPU_BATCHES, UpdateReport, UpdateRow, run_update
+from hybridstate.bench.update_ring import LENGTHS, RingRow
 from hybridstate.provenance import environment
 
 LAYERS = (*PUBLISHED, *EMBEDDED)
@@ -55,7 +55,8 @@ def main() -> int:
         )
         took.append(time.monotonic() - began)
         whole = found if whole is None else joined(whole, found)
-        for row in (*found.rows, *found.rings):
+        rows: list[UpdateRow | RingRow] = [*found.rows, *found.rings]
+        for row in rows:
             name, time_us = f"{layer.name}, batch {row.batch}, {row.state}", 1e6 * row.step.median
             print(f"{name:54s} {time_us:9.2f} us  {row.configuration}")
         print(f"{layer.name}: {took[-1]:.1f} s", flush=True)
