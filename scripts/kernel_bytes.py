@@ -14,9 +14,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from hybridstate.bench.layers import UpdateDims
 
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
@@ -46,7 +47,7 @@ def cases() -> list[tuple[str, int]]:
     return found
 
 
-def _first(layer: Any, state: int) -> int:
+def _first(layer: UpdateDims, state: int) -> int:
     """Bytes of states and ring of a step that finds the ring empty."""
     wide = 128 if layer.kind == "kda" else 0
     entry = 2 * layer.value_heads * (128 + wide) + 2 * layer.key_heads * 128

@@ -115,16 +115,17 @@ def variants() -> Iterator[Variant]:
     yield Variant("kda packed 128 safe index count", p, "kda", True, True, True, True, options=o)
     yield Variant("gdn packed 128 index", p, "gdn", True, True, options=o)
     yield Variant("gdn packed 128 count", p, "gdn", True, counted=True, options=o)
-    for layout, warps in (
+    layouts: tuple[tuple[Layout, int], ...] = (
         (DenseLayout(128, 128, torch.bfloat16, "fragment"), 8),
         (packed(96, 192), 8),
         (packed(256, 256, 32), 8),
         (packed(64, 64), 4),
         (packed(hi=0), 8),
-    ):
+    )
+    for shape, warps in layouts:
         o = {"columns": 32, "warps": warps}
-        name = f"gdn split 32 x {warps} {layout.layout_id[18:]}"
-        yield Variant(name, layout, "gdn", True, batches=(8, 1), options=o)
+        name = f"gdn split 32 x {warps} {shape.layout_id[18:]}"
+        yield Variant(name, shape, "gdn", True, batches=(8, 1), options=o)
     olmo = packed(96, 192)
     for columns in (64, 32):
         o = {"columns": columns}
@@ -307,10 +308,10 @@ def main() -> int:
         ("fp32", DenseLayout(128, 128)),
     ):
         for batch in BATCHES:
-            row = memory_pass(layout, 32, batch)
+            found = memory_pass(layout, 32, batch)
             note(
-                {"pass": label, "batch": batch} | row,
-                f"pass {label:8s} B={batch:4d} {row['median_us']:8.2f} us {row['gb_per_s']:7.0f} GB/s",
+                {"pass": label, "batch": batch} | found,
+                f"pass {label:8s} B={batch:4d} {found['median_us']:8.2f} us {found['gb_per_s']:7.0f} GB/s",
             )
     for variant in variants():
         if arguments.only not in variant.name:
