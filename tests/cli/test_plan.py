@@ -187,7 +187,12 @@ def test_orders_are_options_of_export_and_shown(tmp_path: Path, tiny_gdn: Path) 
     options = ("--calibration", calibration, "--key-order", "expand", "--value-order", "fold")
     made = run("export-plan", tiny_gdn, *options, "-o", out)
     assert made.exit_code == 0, made.output
-    for text in ("linear_num_key_heads", "bytes added", "per-head order, scaled", "16-bit projections"):
+    for text in (
+        "linear_num_key_heads",
+        "bytes added",
+        "per-head order, scaled",
+        "16-bit projections",
+    ):
         assert text in made.output, made.output
     shown = run("plan", "show", out)
     assert "expand, in the exported weights" in shown.stdout
