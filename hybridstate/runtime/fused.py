@@ -217,11 +217,13 @@ def _linear_trial(
 
     found = step(x, windows, torch.arange(_ROWS, device=x.device), advance)
     kept = held.conv_states[0][..., 1 - layer.conv_width :]
-    return (
-        agree(found, expected)
-        and agree(ours, held.recurrent_states[0], dtype=loaded.dtype)
-        and agree(windows, kept.to(windows.dtype))
+    pairs = (
+        (found, expected),
+        (ours, held.recurrent_states[0]),
+        (windows, kept.to(windows.dtype)),
     )
+    # rows of one scale together: a head that nearly cancels magnifies roundings of its row
+    return all(agree(a.flatten()[None], b.flatten()[None], dtype=loaded.dtype) for a, b in pairs)
 
 
 def module_width(module: Any) -> int:

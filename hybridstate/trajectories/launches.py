@@ -232,7 +232,8 @@ def experts_agree(module: Any, run: Callable[..., Tensor]) -> bool:
     chosen = torch.stack([first, (first + max(1, experts // 2)) % experts], 1)
     weights = torch.tensor([[0.25, 0.75], [0.5, 0.125]], device=x.device, dtype=x.dtype)
     weights = weights.repeat(len(x) // 2, 1)
-    return agree(run(x, gate_up, down, chosen, weights), module(x, chosen, weights))
+    found = run(x, gate_up, down, chosen, weights)
+    return agree(found, module(x, chosen, weights), share=7 / 8)
 
 
 def _experts(module: Any) -> Callable[..., Any] | None:
