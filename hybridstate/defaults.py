@@ -41,3 +41,6 @@ FP16_MAX: Final = 65504.0
 
 L2_EPSILON: Final = 1e-6
 """Added to the sum of squares of q and k before the square root."""
+
+REPEATED_LIMIT: Final = 0.5
+"""Share of repeated 32-grams above which trajectories say little about real use."""

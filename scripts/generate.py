@@ -53,6 +53,12 @@ def model_name(path: Path, document: dict[str, Any]) -> str:
     return Path(named["name"] if isinstance(named, dict) else named).name
 
 
+def _program(document: dict[str, Any]) -> str:
+    """What ran: the command line, or a script by its name."""
+    command = str(document.get("command", ""))
+    return f"python {command}" if command.startswith("scripts/") else "hybridstate"
+
+
 def source_line(path: Path, document: dict[str, Any]) -> str:
     """Where a table comes from: file, device, versions, commit."""
     result = document["result"]
@@ -67,7 +73,7 @@ def source_line(path: Path, document: dict[str, Any]) -> str:
     if env.get("commit"):
         parts.append(f"commit {env['commit'][:12]}")
     command = (
-        f" Command: `hybridstate {' '.join(document['arguments'])}`."
+        f" Command: `{_program(document)} {' '.join(document['arguments'])}`."
         if "arguments" in document
         else ""
     )

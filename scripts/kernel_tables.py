@@ -181,7 +181,9 @@ def rivals(result: Result) -> str:
         and entry["batch"] in RIVAL_BATCHES
         and entry.get("state", "damp") in RIVAL_STATES
     ]
-    return markdown(["layer of", "batch", "state", "us", *columns], rows) if rows else ""
+    if not rows:
+        return "Not in the recorded run, which is older than this table."
+    return markdown(["layer of", "batch", "state", "us", *columns], rows)
 
 
 TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {

@@ -1,6 +1,7 @@
 """`export-plan` and `verify`: the folder an engine loads, and the proof that it is the same model."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -130,6 +131,7 @@ def export_plan(
             "a placement needs both the ranks and a selection",
             hint="add --tp P and --w-max N, or leave --balance and --tp out",
         )
+    warnings: tuple[str, ...] = ()
     if w_max is None:
         plan = build_plan(
             checkpoint,
@@ -151,6 +153,7 @@ def export_plan(
             offline=offline,
             cache_dir=cache_dir,
         )
+        warnings = found.warnings
         chosen = found.cutoffs[0].selection
         if theirs is not None:
             chosen = policy_selection(theirs, checkpoint)
@@ -183,8 +186,8 @@ def export_plan(
     module = None if kernels is None else Path(kernels)
     check_kernels(plan, module, target, force=force)
     if dry_run:
-        return ExportedPlan(target, plan, layout, written=False)
-    return write_export(
+        return ExportedPlan(target, plan, layout, written=False, warnings=warnings)
+    written = write_export(
         checkpoint,
         plan,
         layout,
@@ -194,6 +197,7 @@ def export_plan(
         force=force,
         progress=progress,
     )
+    return replace(written, warnings=warnings)
 
 
 def verify(

@@ -207,6 +207,8 @@ def export_plan(
             progress=out.progress,
         )
         _show(out, exported)
+        for warning in exported.warnings:
+            out.warn(warning)
         out.result(exported.to_json())
 
 

@@ -342,7 +342,9 @@ def _console(stream: Any, width: int | None = None) -> "Console":
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
-    return Pipe(file=stream, width=width)
+    # without a colour system Rich leaves out bold and dim as well
+    plain = bool(os.environ.get("NO_COLOR"))
+    return Pipe(file=stream, width=width, color_system=None if plain else "auto")
 
 
 def _printable(text: str) -> str:

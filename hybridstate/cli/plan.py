@@ -9,6 +9,7 @@ import typer
 from hybridstate.cli import plan_policy
 from hybridstate.cli.options import CacheDir, Json, Offline, Quiet
 from hybridstate.cli.output import Output, command
+from hybridstate.defaults import REPEATED_LIMIT
 
 if TYPE_CHECKING:
     from hybridstate.plan.schema import CalibrationBlock
@@ -191,6 +192,9 @@ def show_plan(out: Output, plan: "Plan", *, digest: str | None) -> None:
     )
     if digest is not None:
         out.text(f"digest {digest}")
+    if document.horizons is not None:
+        found = document.horizons
+        out.text(f"gate input {found.gate_input:g} ({found.chosen_by}), epsilon {found.epsilon:g}")
     for note in document.provenance.notes:
         out.text(f"note: {note}")
     _show_selection(out, plan)
@@ -286,8 +290,7 @@ def _show_precision(out: Output, plan: "Plan") -> None:
                 precision.bits_per_value,
                 precision.state_packed_bytes,
                 precision.state_dense_bytes,
-                f"{precision.key_order}, "
-                + ("in the exported weights" if plan.absorbs_keys else "gathered by the kernel"),
+                f"{precision.key_order}, " + _where_keys_move(plan),
                 (
                     "model's order"
                     if precision.value_order == "none"
@@ -307,10 +310,23 @@ def _show_precision(out: Output, plan: "Plan") -> None:
     if document.calibration is not None and document.calibration.validation:
         out.table(
             "validation against FP32",
-            ("format", "KL", "top-1", "state error"),
-            [(r.format, r.kl, r.top1, r.state_error) for r in document.calibration.validation],
+            ("format", "KL, nats", "top-1 %", "state error"),
+            [
+                (r.format, r.kl, f"{100 * r.top1:.2f}", r.state_error)
+                for r in document.calibration.validation
+            ],
             note=_validation_note(document.calibration),
         )
+
+
+def _where_keys_move(plan: "Plan") -> str:
+    """Who applies the key order of a plan."""
+    if plan.absorbs_keys:
+        return "in the exported weights"
+    precision = plan.document.precision
+    if precision is not None and precision.key_order == "expand":
+        return "for a loader that replicates q and k"
+    return "gathered by the kernel"
 
 
 def _validation_note(calibration: "CalibrationBlock") -> str:
@@ -321,7 +337,7 @@ def _validation_note(calibration: "CalibrationBlock") -> str:
         text += f"; two halves of the prompts share {calibration.split_agreement:.0%} of channels"
     if calibration.split_agreement_random is not None:
         text += f" (chance {calibration.split_agreement_random:.1%})"
-    if (calibration.repeated_32gram_share or 0.0) > 0.5:
+    if (calibration.repeated_32gram_share or 0.0) > REPEATED_LIMIT:
         text += (
             f"; {calibration.repeated_32gram_share:.0%} of its text repeats itself: the model loops"
         )

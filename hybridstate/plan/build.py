@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridstate.checkpoint import Checkpoint
+from hybridstate.defaults import REPEATED_LIMIT
 from hybridstate.errors import NumericError, PlanMismatch, UsageError
 from hybridstate.families import LinearLayer
 from hybridstate.plan.accounting import account, ring_bits, temporal_bytes
@@ -77,7 +78,7 @@ def build_plan(
     arrays: dict[str, Array] = {}
     content: dict[str, Any] = {
         "schema": SCHEMA_NAME,
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": 1,
         "model": _model(checkpoint),
         "provenance": _provenance(notes),
     }
@@ -105,6 +106,9 @@ def build_plan(
         if placement.mode != "off":
             arrays["placement.storage_owner"] = placement.storage_owner
             arrays["placement.storage_slot"] = placement.storage_slot
+    repeated = None if calibration is None else calibration.block["repeated_32gram_share"]
+    if measured is not None or key_order == "expand" or (repeated or 0.0) > REPEATED_LIMIT:
+        content["schema_version"] = SCHEMA_VERSION  # what version 1 cannot say
     if calibration is not None and orders is not None:
         content |= _precision(checkpoint, calibration, orders, requantise_every)
         arrays |= _order_arrays(checkpoint, calibration, orders)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from safetensors.numpy import save
 
-from hybridstate.defaults import GROUP
+from hybridstate.defaults import GROUP, REPEATED_LIMIT
 from hybridstate.horizons.observed import rank_correlation
 from hybridstate.provenance import environment, fresh_folder, sha256_bytes
 from hybridstate.quality.decoded import TaskScores
@@ -27,8 +27,6 @@ from hybridstate.trajectories.record import repeated_share
 SCHEMA: Final = "hybridstate.calibration/1"
 REORDERED: Final = "damp+reorder"
 """The arm whose value scaling and order are stored beside the risk."""
-REPEATED_LIMIT: Final = 0.5
-"""Share of repeated 32-grams above which trajectories say little about real use."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

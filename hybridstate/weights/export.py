@@ -31,6 +31,7 @@ class ExportedPlan:
         written: False for a dry run.
         verification: JSON form of the numeric check, None if it did not run.
         kernels: the emitted module, None if none was asked for.
+        warnings: of the analysis behind the selection, one line each.
     """
 
     path: Path
@@ -39,6 +40,7 @@ class ExportedPlan:
     written: bool
     verification: dict[str, Any] | None = None
     kernels: Path | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str | None:

@@ -19,7 +19,7 @@ from hybridstate.checkpoint import Checkpoint, TensorEntry, open_checkpoint
 from hybridstate.checkpoint.index import config_digest
 from hybridstate.errors import PlanMismatch, SourceError, UnsupportedModel, UsageError
 from hybridstate.plan.compare import checkpoint_digests
-from hybridstate.plan.schema import PLAN_FILE, SCHEMA_VERSION, to_content
+from hybridstate.plan.schema import PLAN_FILE, to_content
 from hybridstate.plan.store import STATE_PLAN, Plan, seal, write_files
 from hybridstate.weights.fold import changed
 from hybridstate.weights.grow import (
@@ -225,7 +225,7 @@ def _name_plan(config: Path, plan: Plan) -> None:
     """Append one key to `config.json` and leave every other byte of it alone."""
     reference = {
         "file": f"{STATE_PLAN}/{PLAN_FILE}",
-        "schema": SCHEMA_VERSION,
+        "schema": plan.document.schema_version,
         "digest": plan.digest,
     }
     text = config.read_text(encoding="utf-8")

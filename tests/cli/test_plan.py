@@ -9,7 +9,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from hybridstate.cli.main import app
-from hybridstate.plan.schema import SCHEMA_VERSION
 from hybridstate.plan.store import read_plan
 from tests.plan.calibrated import write_calibration
 from tests.tiny import write_checkpoint
@@ -109,6 +108,19 @@ def test_bundle_alone_needs_a_model_to_verify(tmp_path: Path, tiny_kda: Path) ->
     assert "MODEL is needed" in found.stderr
 
 
+def test_a_default_gate_input_is_warned_of_and_shown(tmp_path: Path) -> None:
+    found = run("export-plan", "tiny-gdn", "--w-max", 64, "-o", tmp_path / "plan")
+    assert found.exit_code == 0
+    assert "warning: " in found.stderr
+    assert "gate input" in found.stderr
+    assert "gate input -0.3 (default)" in run("plan", "show", tmp_path / "plan").stdout
+    given = run(
+        "export-plan", "tiny-gdn", "--w-max", 64, "--gate-input", 0.1, "-o", tmp_path / "given"
+    )
+    assert "gate input" not in given.stderr
+    assert "gate input 0.1 (given)" in given.stdout
+
+
 def test_tampered_array_is_named(exported: Path) -> None:
     file = exported / "state_plan" / "plan.safetensors"
     raw = bytearray(file.read_bytes())
@@ -124,7 +136,7 @@ def test_tampered_array_is_named(exported: Path) -> None:
 def test_newer_schema_is_refused_with_both_versions(exported: Path) -> None:
     file = exported / "state_plan" / "plan.json"
     written = file.read_text()
-    newer = written.replace(f'"schema_version": {SCHEMA_VERSION}', '"schema_version": 7')
+    newer = written.replace('"schema_version": 1', '"schema_version": 7')
     assert newer != written
     file.write_text(newer)
     found = run("plan", "show", exported)
