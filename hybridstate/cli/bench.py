@@ -35,7 +35,8 @@ def register(app: typer.Typer) -> None:
         name="bench",
         no_args_is_help=True,
         rich_markup_mode=None,
-        help="Measure: restoring a cached prefix, one update of the state, decoding.",
+        help="Measure kernels, decoding, restoring, transfers, serving and quality.",
+        short_help="Measure kernels, serving and quality.",
     )
     group.command(
         "restore",

@@ -88,5 +88,6 @@ def exchange_table(out: Output, result: dict[str, Any]) -> None:
         ],
         note="capacity: dense bytes over slot bytes on the fullest rank, convolution windows included; remote: "
         "units stored on another rank than the one that computes them; times of the slowest rank, gather and "
-        "scatter included",
+        "scatter included"
+        + ("" if protocol["backend"] == "nccl" else "; times on a CPU say nothing about GPUs"),
     )

@@ -289,7 +289,7 @@ def _arm_table(
             )
         )
     out.table(
-        f"{result['model']}, {title}",
+        f"{result['model']}, {title}, synthetic questions",
         ("arm", "bytes", "token hit", *names, "mean %", "as dense %", "KL"),
         rows,
         note="accuracy in % with its standard error over questions; as dense: replies equal to the dense arm's; KL: "
@@ -338,7 +338,7 @@ def _task_table(out: Output, result: Mapping[str, Any]) -> None:
         )
     last = cutoffs[-1] if cutoffs else ""
     out.table(
-        f"{result['model']}, by task",
+        f"{result['model']}, by task, synthetic questions",
         ("task", "tokens", "cached to", "hit", *shown, f"random-{last}", "replays", "text"),
         rows,
         note="hit: tokens from the cache over all input tokens, all cached arms pooled",

@@ -28,9 +28,19 @@ def register(app: typer.Typer) -> None:
     group = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
     group.command("show", epilog="Example: hybridstate plan show ./plan")(show)
     group.command("validate", epilog="Example: hybridstate plan validate ./plan")(validate)
-    group.command("diff", epilog="Example: hybridstate plan diff ./plan ./plan")(diff)
-    group.command("verify", epilog="Example: hybridstate plan verify ./plan tiny-kda")(verify)
-    group.command("policy", epilog=plan_policy.EXAMPLE)(plan_policy.policy)
+    group.command(
+        "diff",
+        short_help="Fields and arrays in which two plans differ.",
+        epilog="Example: hybridstate plan diff ./plan ./plan",
+    )(diff)
+    group.command(
+        "verify",
+        short_help="Does a plan belong to a checkpoint? Digests only.",
+        epilog="Example: hybridstate plan verify ./plan tiny-kda",
+    )(verify)
+    group.command(
+        "policy", short_help="Write Model-Optimizer's DASC policy.", epilog=plan_policy.EXAMPLE
+    )(plan_policy.policy)
     app.add_typer(
         group, name="plan", help="Look into, check and compare plans.", short_help="Inspect plans."
     )
