@@ -181,9 +181,7 @@ def rivals(result: Result) -> str:
         and entry["batch"] in RIVAL_BATCHES
         and entry.get("state", "damp") in RIVAL_STATES
     ]
-    if not rows:
-        return "Not in the recorded run, which is older than this table."
-    return markdown(["layer of", "batch", "state", "us", *columns], rows)
+    return markdown(["layer of", "batch", "state", "us", *columns], rows) if rows else ""
 
 
 TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
@@ -199,16 +197,20 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
 """Block of docs/kernels.md: recorded file and table."""
 
 
+OLDER = "Not in the recorded run, which is older than this table."
+
+
 def blocks(
     recorded: Callable[[str], Iterable[tuple[Any, dict[str, Any]]]],
     source: Callable[[Any, dict[str, Any]], str],
 ) -> dict[str, Callable[[], str]]:
-    """Functions that write the blocks; "" where the file does not exist."""
+    """Functions that write the blocks; "" where the file does not exist, `OLDER` where it has no such rows."""
 
     def block(pattern: str, table: Callable[[Result], str]) -> Callable[[], str]:
         def write() -> str:
             parts = [(table(d["result"]), source(p, d)) for p, d in recorded(pattern)]
-            return "\n\n".join(f"{text}\n\n{line}" for text, line in parts if text)
+            found = "\n\n".join(f"{text}\n\n{line}" for text, line in parts if text)
+            return found if found or not parts else OLDER
 
         return write
 
