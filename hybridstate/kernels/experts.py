@@ -39,7 +39,8 @@ def experts_reference(
         x: `[T, D]`.
         gate_up: `[E, 2 I, D]`, gate rows first.
         down: `[E, D, I]`.
-        chosen: int64 `[T, k]` experts of each token.
+        chosen: int64 `[T, k]` experts of each token; E and above (an expert of another rank: the sentinel of
+            transformers' expert parallelism) adds nothing.
         weights: `[T, k]` routing weights.
         shared: `[T, D]` added to the sum: the output of an expert that every token takes.
         shared_gate: `[T]` logits; `shared` is multiplied by their sigmoid.
@@ -75,7 +76,8 @@ def order_kernel(
     expert = tl.program_id(0)
     place = tl.arange(0, N)
     live = place < pairs
-    found = tl.load(chosen + place, live, EP - 1).to(tl.int32)
+    # past the experts, in the last bin: padding, and experts of other ranks
+    found = tl.minimum(tl.load(chosen + place, live, EP - 1), EP - 1).to(tl.int32)
     bins = tl.arange(0, EP)
     counts = tl.where(bins < E, tl.histogram(found, EP), 0)
     before = bins < expert
@@ -92,7 +94,7 @@ def order_kernel(
     tl.store(block_expert + first + block, tl.zeros([NB], tl.int32) + expert, mine_too)
     tl.store(block_first + first + block, start + block * BT, mine_too)
     if expert == E - 1:
-        tl.store(starts + E, pairs)
+        tl.store(starts + E, start + count)
         idle = (block >= first + (count + BT - 1) // BT) & (block < blocks)
         tl.store(block_expert + block, tl.full([NB], -1, tl.int32), idle)
 
@@ -177,8 +179,8 @@ def down_kernel(
 
 @triton.jit
 def combine_kernel(
-    parts, shared, gate, out, shared_row, gate_row, D: tl.constexpr, TOPK: tl.constexpr,
-    SHARED: tl.constexpr, GATED: tl.constexpr, BD: tl.constexpr,
+    parts, chosen, shared, gate, out, shared_row, gate_row, E: tl.constexpr, D: tl.constexpr,
+    TOPK: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tokens, D / BD). Sum of a token's experts, and of the shared one times the sigmoid of its gate."""
     token = tl.program_id(0).to(tl.int64)
@@ -186,7 +188,9 @@ def combine_kernel(
     live = col < D
     total = tl.zeros([BD], tl.float32)
     for n in tl.static_range(TOPK):
-        total += tl.load(parts + (token * TOPK + n) * D + col, live, 0.0).to(tl.float32)
+        here = tl.load(chosen + token * TOPK + n) < E  # else nothing was written
+        part = parts + (token * TOPK + n) * D + col
+        total += tl.load(part, live & here, 0.0).to(tl.float32)
     if SHARED:
         more = tl.load(shared + token * shared_row + col, live, 0.0).to(tl.float32)
         if GATED:
@@ -238,10 +242,11 @@ def experts_step(
     y = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
     parts = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
     out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
+    chosen = chosen.contiguous()
     power = triton.next_power_of_2
     size = power(max(pairs, 16))
     order_kernel[(experts,)](
-        chosen.contiguous(), order, starts, block_expert, block_first, pairs, blocks,
+        chosen, order, starts, block_expert, block_first, pairs, blocks,
         experts, power(experts + 1), size, power(blocks), TOKENS, num_warps=4 if size <= 4096 else 8,
     )  # fmt: skip
     rows, depth, out_rows, out_depth = tiles
@@ -256,9 +261,9 @@ def experts_step(
     )  # fmt: skip
     block = min(1024, power(width))
     combine_kernel[(tokens, triton.cdiv(width, block))](
-        parts, x if shared is None else shared, x if shared_gate is None else shared_gate, out,
+        parts, chosen, x if shared is None else shared, x if shared_gate is None else shared_gate, out,
         0 if shared is None else shared.stride(0), 0 if shared_gate is None else shared_gate.stride(0),
-        width, top, shared is not None, shared_gate is not None, block, num_warps=4,
+        experts, width, top, shared is not None, shared_gate is not None, block, num_warps=4,
     )  # fmt: skip
     return out
 

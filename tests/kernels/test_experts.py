@@ -53,6 +53,20 @@ def test_shared_expert_is_added(gated: bool) -> None:
     assert_within(found, experts_reference(*given, *more), "kernel-f32")
 
 
+@pytest.mark.parametrize("sentinel", [0, 1, 700])
+def test_experts_of_other_ranks_add_nothing(sentinel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expert parallelism marks them by an index from the number of experts on; transformers by just that one."""
+    x, gate_up, down, chosen, weights = inputs(21, 4, 2, 24, 12, "cpu", torch.float32)
+    chosen[::3, 1] = 4 + sentinel
+    chosen[1::5] = 4 + sentinel
+    given = (x, gate_up, down, chosen, weights)
+    found = experts_step(*given, tiles=(16, 16, 16, 16))
+    assert_within(found, experts_reference(*given), "kernel-f32")
+    assert not found[1].any()
+    nobody = experts_step(x, gate_up, down, torch.full_like(chosen, 4), weights)
+    assert not nobody.any()
+
+
 def test_every_routing_finds_its_blocks() -> None:
     x, gate_up, down, _, weights = inputs(40, 3, 2, 16, 16, "cpu", torch.float32)
     for chosen in (torch.zeros(40, 2), torch.full((40, 2), 2), torch.arange(80).view(40, 2) % 3):
@@ -83,3 +97,7 @@ def test_step_equals_the_twin_on_a_gpu(case: tuple[int, ...]) -> None:
     found = experts_step(*given)
     assert_within(found, experts_reference(*given), "kernel-bf16")
     assert torch.equal(found, experts_step(*given))
+    chosen = given[3].clone()
+    chosen[::3, 0] = experts
+    given = (*given[:3], chosen, given[4])
+    assert_within(experts_step(*given), experts_reference(*given), "kernel-bf16")
