@@ -8,7 +8,7 @@ import typer
 from hybridstate.cli.bench_codecs import codecs
 from hybridstate.cli.bench_decode import decode
 from hybridstate.cli.bench_exchange import exchange
-from hybridstate.cli.bench_options import Batches, PlanFolder, States
+from hybridstate.cli.bench_options import Batches, Masks, PlanFolder, Samples, States
 from hybridstate.cli.bench_output import OutputPath, check_output, finish
 from hybridstate.cli.bench_quality import quality
 from hybridstate.cli.bench_serve import serve
@@ -103,9 +103,7 @@ def restore(
     tokens: Annotated[
         int, typer.Option("--tokens", metavar="N", help="Length of a prompt.")
     ] = 1024,
-    seeds: Annotated[
-        int, typer.Option("--seeds", metavar="N", help="Random masks per cutoff, 0 to 5.")
-    ] = 5,
+    seeds: Masks = 5,
     repeats: Annotated[
         int, typer.Option("--repeats", metavar="N", help="Timed requests per arm.")
     ] = 5,
@@ -200,9 +198,7 @@ def update(
         ),
     ] = None,
     batch: Batches = None,
-    samples: Annotated[
-        int, typer.Option("--samples", metavar="N", min=1, help="Measured rounds.")
-    ] = 30,
+    samples: Samples = 30,
     device: Device = "auto",
     output: OutputPath = None,
     force: Force = False,

@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hybridstate.cli.bench_options import Samples
 from hybridstate.cli.bench_output import OutputPath, check_output, finish
 from hybridstate.cli.options import Device, Force, Json, Quiet, check_device
 from hybridstate.cli.output import Output, command
@@ -22,9 +23,7 @@ def codecs(
     slots: Annotated[
         int, typer.Option("--slots", metavar="N", min=1, help="Slots moved by one launch.")
     ] = 8,
-    samples: Annotated[
-        int, typer.Option("--samples", metavar="N", min=1, help="Measured rounds.")
-    ] = 20,
+    samples: Samples = 20,
     device: Device = "auto",
     output: OutputPath = None,
     force: Force = False,

@@ -33,3 +33,7 @@ Batches = Annotated[
         show_default=False,
     ),
 ]
+Masks = Annotated[
+    int, typer.Option("--seeds", metavar="N", help="Random masks per cutoff, 0 to 5.")
+]
+Samples = Annotated[int, typer.Option("--samples", metavar="N", min=1, help="Measured rounds.")]

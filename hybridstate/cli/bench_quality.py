@@ -7,9 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
+from hybridstate.cli.bench_options import Masks, PlanFolder
 from hybridstate.cli.bench_output import OutputPath, check_output, finish, recorded
 from hybridstate.cli.options import (
     Device,
+    Dtype,
     Force,
     GateInput,
     GateInputFrom,
@@ -28,15 +30,7 @@ UNTRAINED = 0.1
 
 def quality(
     model: LocalModel,
-    plan: Annotated[
-        Path | None,
-        typer.Option(
-            "--plan",
-            metavar="DIR",
-            help="Folder of export-plan: FP16 channels of the DAMP formats. [default: the plan of MODEL]",
-            show_default=False,
-        ),
-    ] = None,
+    plan: PlanFolder = None,
     w_max: WMax = None,
     gate_input: GateInput = "auto",
     gate_input_from: GateInputFrom = None,
@@ -92,9 +86,7 @@ def quality(
     replays: Annotated[
         int, typer.Option("--replays", metavar="N", help="Measured rounds after the warm one.")
     ] = 3,
-    seeds: Annotated[
-        int, typer.Option("--seeds", metavar="N", help="Random masks per cutoff, 0 to 5.")
-    ] = 5,
+    seeds: Masks = 5,
     chunk: Annotated[
         int,
         typer.Option(
@@ -142,12 +134,7 @@ def quality(
         ),
     ] = None,
     device: Device = "auto",
-    dtype: Annotated[
-        str,
-        typer.Option(
-            "--dtype", metavar="NAME", help="Of the weights: float32, bfloat16, float16 or auto."
-        ),
-    ] = "auto",
+    dtype: Dtype = "auto",
     output: OutputPath = None,
     force: Force = False,
     json: Json = False,

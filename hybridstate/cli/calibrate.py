@@ -1,13 +1,14 @@
 """`hybridstate calibrate`: which key channels need FP16, and what every format costs."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from hybridstate.cli.options import (
     Device,
     DryRun,
+    Dtype,
     Force,
     Json,
     LocalModel,
@@ -18,10 +19,6 @@ from hybridstate.cli.options import (
     check_device,
 )
 from hybridstate.cli.output import Output, command
-
-if TYPE_CHECKING:
-    from hybridstate.checkpoint import Checkpoint
-    from hybridstate.trajectories.protocol import Protocol
 
 
 def register(app: typer.Typer) -> None:
@@ -155,14 +152,7 @@ def calibrate(
         ),
     ] = False,
     device: Device = "auto",
-    dtype: Annotated[
-        str,
-        typer.Option(
-            "--dtype",
-            metavar="auto|float32|bfloat16",
-            help="Of the weights; auto is float32 on a CPU, bfloat16 on a GPU.",
-        ),
-    ] = "auto",
+    dtype: Dtype = "auto",
     lower_bound: LowerBound = None,
     dry_run: DryRun = False,
     force: Force = False,
@@ -176,6 +166,7 @@ def calibrate(
     it writes calibration.json and calibration.safetensors for export-plan.
     """
     with command("calibrate", model=model, json=json, quiet=quiet) as out:
+        from hybridstate.checkpoint import EMBEDDED
         from hybridstate.provenance import check_output_folder, environment
         from hybridstate.quant.catalogue import parse_list
 
@@ -186,21 +177,9 @@ def calibrate(
             _check_part(part, output)
         elif output is not None:
             check_output_folder(output, force=force)
-        if dry_run:
-            _check_run(model, lower_bound, k_hi, formats, prompts, device, dtype, dummy=dummy)
-            settings = _settings(profile, temperature, sequences, prompts)
-            checkpoint = _checkpoint(model, lower_bound, dummy=dummy)
-            _dry_run(out, checkpoint, settings, formats, output, seeds + greedy)
-            return
-        from hybridstate import api
-        from hybridstate.bench.timing import device_record
-        from hybridstate.cli.calibrate_tables import (
-            calibration_tables,
-            stage_line,
-            stage_table,
-        )
-        from hybridstate.trajectories.stages import timed
-
+        if tasks and model not in EMBEDDED:
+            trained = " and ".join(EMBEDDED)
+            out.warn(f"--tasks {tasks} asks nothing: only {trained} were trained on the tasks")
         options: dict[str, Any] = {
             "profile": profile,
             "k_hi": k_hi,
@@ -219,17 +198,27 @@ def calibrate(
             "deadline": deadline,
             "dummy": dummy,
             "measure_recording": measure_recording,
-            "force": force,
-            "progress": out.progress,
         }
+        if dry_run:
+            _dry_run(out, model, output, options)
+            return
+        from hybridstate import api
+        from hybridstate.bench.timing import device_record
+        from hybridstate.cli.calibrate_tables import (
+            calibration_tables,
+            stage_line,
+            stage_table,
+        )
+        from hybridstate.trajectories.stages import timed
+
         if part is not None and output is not None:
-            api.calibrate_part(model, output, part, **options)
+            api.calibrate_part(model, output, part, force=force, progress=out.progress, **options)
             out.note(f"part {part} is finished in {output}: --merge takes it")
             out.result({"part": part, "written": [str(output)]})
             return
         with timed() as stages:
             try:
-                found = api.calibrate(model, output, **options)
+                found = api.calibrate(model, output, force=force, progress=out.progress, **options)
             except BaseException:
                 out.note(f"until then: {stage_line(stages.to_json())}")
                 raise
@@ -249,6 +238,10 @@ def calibrate(
             names = ("calibration.json", "calibration.safetensors")
             result["written"] = [str(output / name) for name in names]
             out.note(f"wrote {' and '.join(names)} to {output}")
+        if tasks and model in EMBEDDED and result["task_accuracy"] is None:
+            out.warn(
+                f"--tasks {tasks} asked nothing: {profile} texts are too short for the questions"
+            )
         out.result(result)
 
 
@@ -288,76 +281,16 @@ def _check_part(part: str, output: Path | None) -> None:
         raise UsageError("a part of a run needs an output folder", hint="-o PART")
 
 
-def _settings(
-    profile: str, temperature: float | None, sequences: int | None, prompts: Path | None
-) -> "Protocol":
-    from hybridstate.trajectories.prompts import read_texts
-    from hybridstate.trajectories.protocol import DOMAINS, protocol, with_sequences
+def _dry_run(out: Output, model: str, folder: Path | None, options: dict[str, Any]) -> None:
+    from hybridstate.quality.forecast import dry_run
 
-    settings = protocol(profile, temperature=temperature)
-    if sequences is None:
-        return settings
-    return with_sequences(
-        settings, sequences, len(DOMAINS) if prompts is None else len(read_texts(prompts))
-    )
-
-
-def _check_run(
-    model: str,
-    lower_bound: float | None,
-    k_hi: int | None,
-    formats: str | None,
-    prompts: Path | None,
-    device: str,
-    dtype: str,
-    *,
-    dummy: bool,
-) -> None:
-    """What a run would refuse, before its time is spent."""
-    from hybridstate.quant.catalogue import parse_list
-    from hybridstate.quant.risk import check_k_hi
-    from hybridstate.trajectories.model import torch_device, torch_dtype
-    from hybridstate.trajectories.prompts import read_texts
-
-    torch_device(device)
-    torch_dtype(dtype)
-    spec = _checkpoint(model, lower_bound, dummy=dummy).spec
-    check_k_hi(k_hi, spec)
-    parse_list(formats, spec)
-    if prompts is not None:
-        read_texts(prompts)
-
-
-def _checkpoint(model: str, lower_bound: float | None, *, dummy: bool) -> "Checkpoint":
-    """The model's files, or what stands for those of synthetic weights."""
-    from hybridstate.checkpoint import open_checkpoint
-
-    if not dummy:
-        return open_checkpoint(model, lower_bound=lower_bound, weights=True)
-    from hybridstate.trajectories.dummy import dummy_checkpoint
-
-    return dummy_checkpoint(model, lower_bound=lower_bound)
-
-
-def _dry_run(
-    out: Output,
-    checkpoint: "Checkpoint",
-    settings: "Protocol",
-    formats: str | None,
-    folder: Path | None,
-    draws: int,
-) -> None:
-    from hybridstate.quant.calibration import estimate
-    from hybridstate.quant.catalogue import parse_list
-
-    plan = {"draws": draws} if draws > 1 else {}
-    plan |= estimate(checkpoint, settings, formats=len(parse_list(formats)))
-    profile = settings.profile
-    each = ", each draw" if draws > 1 else ""
+    name, plan = dry_run(model, **options)
+    profile = options["profile"]
+    each = ", each draw" if "draws" in plan else ""
     out.table(
-        f"{checkpoint.name}: would run profile {profile}{each}",
+        f"{name}: would run profile {profile}{each}",
         ("quantity", "value"),
-        [(name.replace("_", " "), value) for name, value in plan.items()],
+        [(quantity.replace("_", " "), value) for quantity, value in plan.items()],
         note="trajectories are kept beside the output folder until it is written",
     )
     if folder is not None:

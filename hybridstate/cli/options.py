@@ -103,6 +103,14 @@ LowerBound = Annotated[
 Device = Annotated[
     str, typer.Option("--device", metavar="auto|cpu|cuda", help="Where the model runs.")
 ]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        metavar="auto|float32|bfloat16|float16",
+        help="Of the weights; auto is float32 on a CPU, bfloat16 on a GPU.",
+    ),
+]
 TensorParallel = Annotated[
     int, typer.Option("--tp", metavar="P", help="Tensor-parallel ranks that share the heads.")
 ]

@@ -228,14 +228,23 @@ def work_folder(output: Path | None, *, force: bool = False) -> Iterator[Work]:
     """Where draws wait: a hidden sibling of the output folder, or a temporary folder.
 
     The hidden sibling goes when the result is written, and after an error before anything was finished.
+
+    Raises:
+        UsageError: see `part_folder`; the hint explains the hidden sibling.
     """
     if output is None:
         with TemporaryDirectory(prefix="hybridstate-") as folder:
             yield Work(Path(folder), force)
         return
     output = output.absolute()  # "." has no name to put a sibling beside
-    with part_folder(output.with_name(f".{output.name}.trajectories"), force=force) as work:
-        yield work
+    hidden = output.with_name(f".{output.name}.trajectories")
+    try:
+        with part_folder(hidden, force=force) as work:
+            yield work
+    except UsageError as error:
+        if error.hint and str(hidden) in error.message:  # nobody gave that name
+            error.hint = f"{output.name} has an unfinished run in {hidden}: {error.hint}"
+        raise
 
 
 @contextmanager

@@ -87,22 +87,7 @@ class LoadedModel:
         Raises:
             SourceError: no tokenizer, or one with more tokens than the model embeds.
         """
-        if self.tokenizer is None:
-            raise SourceError(
-                f"{self.checkpoint.path}: no tokenizer files, so text cannot be encoded",
-                hint="copy tokenizer.json and tokenizer_config.json next to the weights",
-                expected=list(TOKENIZER_FILES),
-            )
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
-        if ids and max(ids) >= self.vocabulary:
-            raise SourceError(
-                f"{self.checkpoint.path}: the tokenizer gives token {max(ids)}, the model embeds "
-                f"{self.vocabulary}",
-                hint="the tokenizer files belong to another model",
-                found=max(ids),
-                expected=f"below {self.vocabulary}",
-            )
-        return ids
+        return encode(text, self.tokenizer, self.checkpoint, self.vocabulary)
 
     @property
     def synthetic(self) -> bool:
@@ -113,6 +98,31 @@ class LoadedModel:
     def vocabulary(self) -> int:
         """Tokens that the model embeds."""
         return int(self.model.config.get_text_config(decoder=True).vocab_size)
+
+
+def encode(
+    text: str, tokenizer: Any | None, checkpoint: Checkpoint, vocabulary: int | None = None
+) -> list[int]:
+    """Token ids without special tokens; `vocabulary`, where known, is what the model embeds.
+
+    Raises:
+        SourceError: see `LoadedModel.encode`.
+    """
+    if tokenizer is None:
+        raise SourceError(
+            f"{checkpoint.path}: no tokenizer files, so text cannot be encoded",
+            hint="copy tokenizer.json and tokenizer_config.json next to the weights",
+            expected=list(TOKENIZER_FILES),
+        )
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    if vocabulary is not None and ids and max(ids) >= vocabulary:
+        raise SourceError(
+            f"{checkpoint.path}: the tokenizer gives token {max(ids)}, the model embeds {vocabulary}",
+            hint="the tokenizer files belong to another model",
+            found=max(ids),
+            expected=f"below {vocabulary}",
+        )
+    return ids
 
 
 def load_model(
@@ -149,7 +159,7 @@ def load_model(
     model.to(target)
     for module, ordinal in linear_modules(model, spec):
         _restore_decay(module, checkpoint, ordinal)
-    return take_over(model, checkpoint, _tokenizer(transformers, checkpoint), target, dtype)
+    return take_over(model, checkpoint, tokenizer_of(checkpoint), target, dtype)
 
 
 def take_over(
@@ -271,7 +281,10 @@ def quiet_loading() -> Iterator[None]:
             theirs.enable_progress_bar()
 
 
-def _tokenizer(transformers: Any, checkpoint: Checkpoint) -> Any | None:
+def tokenizer_of(checkpoint: Checkpoint) -> Any | None:
+    """The tokenizer beside the weights; None where there are no files of one."""
+    import transformers
+
     if not any((checkpoint.path / name).is_file() for name in TOKENIZER_FILES):
         return None
     return transformers.AutoTokenizer.from_pretrained(

@@ -93,6 +93,9 @@ def test_errors_are_one_line_with_their_code(
         (["--device", "tpu"], 2),
         (["--dtype", "int8"], 2),
         (["--prompts", "no-such-file"], 3),
+        (["--seeds", "5000"], 2),
+        (["--sequences", "100000"], 3),
+        (["--merge", "no-such-part"], 2),
     ],
 )
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
@@ -122,6 +125,15 @@ def test_parts_of_seeds_are_written_merged_and_shown(
     result = run(*common, "--part", "1/2")
     assert result.exit_code == 2
     assert "needs an output folder" in result.stderr
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_tasks_that_ask_nothing_are_said(run: Any, tiny_kda: Path, dry: list[str]) -> None:
+    result = run(tiny_kda, "--k-hi", 2, "--device", "cpu", "--tasks", 4, *dry)
+    assert result.exit_code == 0, result.stderr
+    assert "--tasks 4 asks nothing: only tiny-gdn and tiny-kda" in " ".join(result.stderr.split())
+    asked = run("tiny-kda", "--tasks", 4, "--dry-run")
+    assert "asks nothing" not in asked.stderr
 
 
 def test_dry_run_tells_draws_and_sequences(run: Any, tiny_kda: Path) -> None:

@@ -177,8 +177,9 @@ def test_infinite_states_of_a_later_seed_leave_the_earlier_ones(
     kept = tmp_path / ".out.trajectories" / "seed-0"
     assert (kept / "result.json").is_file()
     monkeypatch.setattr(stages, "record", original)
-    with pytest.raises(UsageError, match=r"finished with other options \(formats"):
+    with pytest.raises(UsageError, match=r"finished with other options \(formats") as refused:
         calibrate(tiny_kda, tmp_path / "out", seeds=2, formats="fp16")
+    assert str(refused.value.hint).startswith(f"out has an unfinished run in {kept.parent}: ")
     assert calibrate(tiny_kda, tmp_path / "out", seeds=2, formats="fp16", force=True).document[
         "validation_seeds"
     ] == [0, 1]
