@@ -29,12 +29,13 @@ from hybridstate.errors import UsageError
 from hybridstate.plan.select import Selection
 from hybridstate.plan.store import Plan
 from hybridstate.runtime.admission import Admission, Pools
+from hybridstate.runtime.compressed import Kind
 from hybridstate.runtime.engine import DecodeEngine
 from hybridstate.runtime.prefix_cache import PrefixCache
 from hybridstate.runtime.serving import ServingEngine
 from hybridstate.runtime.slots import RESERVED
 from hybridstate.runtime.step import StepModules
-from hybridstate.runtime.tensor_store import Kind, TensorStore
+from hybridstate.runtime.tensor_store import TensorStore
 from hybridstate.runtime.tiers import Prefix
 from hybridstate.trajectories.model import LoadedModel
 

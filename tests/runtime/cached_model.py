@@ -8,12 +8,13 @@ import torch
 
 from hybridstate.runtime import restore
 from hybridstate.runtime.admission import Admission, Pools
+from hybridstate.runtime.compressed import Kind
 from hybridstate.runtime.pool import StatePool
 from hybridstate.runtime.prefix_cache import Lease, PrefixCache
 from hybridstate.runtime.radix import Keys, Tokens
 from hybridstate.runtime.restore import resume
 from hybridstate.runtime.slots import RESERVED
-from hybridstate.runtime.tensor_store import Kind, TensorStore
+from hybridstate.runtime.tensor_store import TensorStore
 from hybridstate.runtime.tiers import Prefix
 from hybridstate.trajectories.cache import forward, linear_layers, new_cache
 from hybridstate.trajectories.model import LoadedModel
