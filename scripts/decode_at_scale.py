@@ -17,6 +17,7 @@ import torch
 
 from hybridstate.bench import decode_dummy
 from hybridstate.bench.decode import Options
+from hybridstate.bench.timing import device_record
 from hybridstate.errors import HybridStateError
 from hybridstate.provenance import environment
 from hybridstate.trajectories.dummy import dummy_model
@@ -40,8 +41,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
     start = time.monotonic()
-    kept: dict[str, Any] = {"model": given.model, "synthetic": True, "rows": []}
-    kept["environment"] = environment()
+    kept: dict[str, Any] = {"model": given.model, "synthetic": True, "rows": [], "savings": []}
 
     def say(text: str) -> None:
         print(f"{time.monotonic() - start:6.1f}s {text}", flush=True)
@@ -66,6 +66,8 @@ def main() -> int:
             raise OutOfTime
 
     loaded = dummy_model(given.model, device=given.device)
+    hardware = device_record(loaded.device)
+    kept["provenance"] = environment(device=hardware["name"], hardware=hardware)
     say(f"built {loaded.checkpoint.name}")
     options = Options(input_tokens=given.input_tokens, output_tokens=given.output_tokens).given(
         given.state or ("fp32", "damp", "bf16", "fp16"), given.batch or (256, 64, 16, 4, 1)
@@ -104,7 +106,7 @@ def line(row: dict[str, Any]) -> str:
     if row["bytes_s"]:
         text += f", bytes {1e3 * row['bytes_s']:.2f}"
     if alone:
-        text += f", update alone {1e6 * alone['per_layer_s']['median']:.1f} us x {alone['layers']}"
+        text += f", update alone {1e6 * alone['per_layer_s']['median']:.1f} µs x {alone['layers']}"
     if row["eager_because"]:
         text += f", eager: {row['eager_because']}"
     check = {k: v for k, v in row["check"].items() if k != "limits"}

@@ -1,9 +1,9 @@
 """Tables of docs/kernels.md from benchmarks/{kernels,ring,codecs,update}.json."""
 
 import statistics
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
+from recordings import recorded, source_line
 from tables import Result, markdown, percent, times
 
 FORM_BATCHES = (256, 64, 16, 8, 4, 1)
@@ -200,15 +200,12 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
 OLDER = "Not in the recorded run, which is older than this table."
 
 
-def blocks(
-    recorded: Callable[[str], Iterable[tuple[Any, dict[str, Any]]]],
-    source: Callable[[Any, dict[str, Any]], str],
-) -> dict[str, Callable[[], str]]:
+def blocks() -> dict[str, Callable[[], str]]:
     """Functions that write the blocks; "" where the file does not exist, `OLDER` where it has no such rows."""
 
     def block(pattern: str, table: Callable[[Result], str]) -> Callable[[], str]:
         def write() -> str:
-            parts = [(table(d["result"]), source(p, d)) for p, d in recorded(pattern)]
+            parts = [(table(d["result"]), source_line(p, d)) for p, d in recorded(pattern)]
             found = "\n\n".join(f"{text}\n\n{line}" for text, line in parts if text)
             return found if found or not parts else OLDER
 

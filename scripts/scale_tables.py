@@ -1,4 +1,4 @@
-"""Tables of docs/results.md about full size: what a calibration costs there, emitted modules run by themselves.
+"""Tables of docs/results.md about full size: what a calibration and a decode step cost there, emitted modules.
 
 Weights, decays and calibrations behind them are synthetic; every table says so.
 """
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from calibration_tables import paper
-from tables import Result, markdown, percent
+from tables import Result, markdown, milliseconds, percent, times
 
 STAGES = {
     "load": "weights made on the GPU",
@@ -84,6 +84,61 @@ def _gb(measured: Result, key: str) -> str:
 def _minutes(result: Result, minutes: Mapping[str, Any]) -> str:
     name = PUBLISHED.get(result["model"]["family"])
     return f"{minutes[name]:g} min" if name else ""
+
+
+def decode(result: Result) -> str:
+    """Decode steps on synthetic weights: time by batch and format, where it goes, and what the packed state saves."""
+    base = {r["batch"]: r["tpot_s"]["median"] for r in result["rows"] if r["state"] == "fp32"}
+    order = sorted(result["rows"], key=lambda row: (row["batch"], row["state"] != "fp32"))
+    rows = [
+        [
+            _step(row),
+            f"{row['backend']}, {row['mode']}",
+            milliseconds(row["tpot_s"]["median"]),
+            times(base[row["batch"]] / row["tpot_s"]["median"]) if row["batch"] in base else "",
+            milliseconds(row["bytes_s"]),
+            percent(row["state_share_of_bytes"]),
+        ]
+        for row in order
+    ]
+    head = ["batch, state", "ran on", "TPOT", "FP32 over this", "its bytes alone", "state's share"]
+    parts = [markdown(head, rows)]
+    timed = [row for row in order if row["components"]]
+    if timed:
+        names = list(timed[0]["components"])
+        rows = [
+            [_step(row), *(f"{1e3 * row['components'][name]['s']:.2f}" for name in names)]
+            for row in timed
+        ]
+        parts.append(markdown(["ms of a step", *names], rows))
+    if result["savings"]:
+        rows = [
+            [
+                str(saving["batch"]),
+                milliseconds(saving["saved_s"]),
+                milliseconds(saving["isolated_saving_s"]),
+                percent(saving["share_of_isolated"], 0),
+                percent(saving["tpot_cut"]),
+                percent(saving["cut_by_bytes"]),
+                percent(saving["paper_tpot_cut"]),
+            ]
+            for saving in sorted(result["savings"], key=lambda saving: saving["batch"])
+        ]
+        head = ["batch", "saved by DAMP", "by the updates alone", "of them arrives", "cut of TPOT"]
+        parts.append(markdown([*head, "bytes allow", "cut in the paper"], rows))
+    note = (
+        "Weights are synthetic, so times count and answers do not. *Its bytes alone*: what a step has to move, at the "
+        "bandwidth of an in-place pass; *state's share*: of those bytes. Components come from one profiled step."
+    )
+    if any(saving["paper_tpot_cut"] for saving in result["savings"]):
+        note += " The paper measured the trained model at batch 256 on another server."
+    if result.get("stopped"):
+        note += " The run stopped at its deadline; the rows measured until then are shown."
+    return "\n\n".join([*parts, note])
+
+
+def _step(row: Result) -> str:
+    return f"batch {row['batch']}, {row['state']}"
 
 
 def emitted(result: Result) -> str:

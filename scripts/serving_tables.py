@@ -1,35 +1,18 @@
-"""Write the generated blocks of docs/serving.md from recorded runs; `--check` fails when the page differs.
-
-    python scripts/serving_tables.py [--check | --figures]
+"""Generated blocks of docs/serving.md from recorded runs.
 
 Sources: benchmarks/serve-*.json (`bench serve`), benchmarks/simulate-*.json (`bench simulate`) and
 benchmarks/cache-stress.json (scripts/cache_stress.py). A block without a source says that nothing was recorded.
-`--figures` draws figures/serving/RUN/ as well, each picture with its CSV.
 """
 
-import argparse
-import json
-import re
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import pictures
 import tables
+from recordings import SERVED, recorded
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-FIGURES = ROOT / "figures" / "serving"
-PICTURES = ("serving_cutoffs", "serving_ratios")
-BENCHMARKS = ROOT / "benchmarks"
-PAGE = ROOT / "docs" / "serving.md"
 PAPER_CUT = -0.42
 """Change of the mean TTFT that DASC reports (abstract, 5.4); another model and trace."""
-
-BLOCK = re.compile(
-    r"(?P<head><!-- generated: (?P<name>[a-z-]+)[^>]*-->\n)(?P<body>.*?)(?P<tail><!-- end -->)",
-    re.S,
-)
 
 Result = Mapping[str, Any]
 
@@ -205,12 +188,6 @@ def stress(result: Result) -> str:
 # -- the page -----------------------------------------------------------------------------------------
 
 
-def recorded(pattern: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Documents by name; the result with the command that made it."""
-    for path in sorted(BENCHMARKS.glob(pattern)):
-        yield path, json.loads(path.read_text())
-
-
 def runs(pattern: str) -> str:
     """All tables of every recorded run."""
     parts = []
@@ -225,9 +202,9 @@ def runs(pattern: str) -> str:
             operating(result),
             sweep(result),
             *(
-                f"![{name.replace('_', ' ')}](../figures/serving/{path.stem}/{name}.png)"
-                for name in PICTURES
-                if (FIGURES / path.stem / f"{name}.png").exists()
+                pictures.link(f"serving/{path.stem}", name, path.stem)
+                for name in ("serving_cutoffs", "serving_ratios")
+                if (pictures.FIGURES / "serving" / path.stem / f"{name}.png").exists()
             ),
             f"Source: [{path.name}](../benchmarks/{path.name}). Command: `{command}`.",
         ]
@@ -235,52 +212,11 @@ def runs(pattern: str) -> str:
 
 
 def stress_block() -> str:
-    return "\n\n".join(stress(result) for _, result in recorded("cache-stress.json"))
+    return "\n\n".join(stress(document["result"]) for _, document in recorded("cache-stress.json"))
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "serve": lambda: runs("serve-*.json"),
-    "simulate": lambda: runs("simulate-*.json"),
+    "serve": lambda: runs(SERVED[0]),
+    "simulate": lambda: runs(SERVED[1]),
     "cache-stress": stress_block,
 }
-
-
-def filled(text: str) -> str:
-    """The page with every block written anew."""
-
-    def fill(match: re.Match[str]) -> str:
-        body = BLOCKS[match["name"]]()
-        return f"{match['head']}\n{body}\n\n{match['tail']}"
-
-    return BLOCK.sub(fill, text)
-
-
-def draw() -> None:
-    """Pictures of every recorded run."""
-    from hybridstate.figures import serving_figures
-
-    for pattern in ("serve-*.json", "simulate-*.json"):
-        for path, document in recorded(pattern):
-            folder = FIGURES / path.stem
-            folder.mkdir(parents=True, exist_ok=True)
-            serving_figures(document["result"], document["result"]["model"], folder)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write or check; 1 when the page differs."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
-    parser.add_argument("--figures", action="store_true", help="draw the pictures too")
-    options = parser.parse_args(arguments)
-    if options.figures:
-        draw()
-    text = PAGE.read_text(encoding="utf-8")
-    new = filled(text)
-    if options.check:
-        return int(new != text)
-    PAGE.write_text(new, encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

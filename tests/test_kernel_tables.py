@@ -2,25 +2,20 @@
 
 import csv
 import json
-import sys
 from pathlib import Path
 
+import kernel_tables
 import pytest
+import recordings
 
 from hybridstate.bench.update import UpdateDims, run_update
 from hybridstate.figures.update import update_figure
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import generate  # noqa: E402
-import kernel_tables  # noqa: E402
 
 
 @pytest.mark.parametrize("name", kernel_tables.TABLES)
 def test_recorded_tables_have_as_many_cells_in_every_row(name: str) -> None:
     pattern, table = kernel_tables.TABLES[name]
-    for _, document in generate.recorded(pattern):
+    for _, document in recordings.recorded(pattern):
         lines = table(document["result"]).splitlines()
         assert len({line.count("|") for line in lines}) <= 1
         assert len(lines) != 1

@@ -1,11 +1,14 @@
 """Tables and pictures of recorded results show what the file says, cell by cell."""
 
 import csv
+import json
 from pathlib import Path
 from typing import Any
 
-import generate
 import pytest
+import quality_tables
+import recordings
+import results_page
 import scale_tables
 import tables
 import validation_findings
@@ -177,8 +180,8 @@ def test_precision_table_is_short_and_counts_missing_seeds() -> None:
 def test_full_size_table_adds_up_and_says_synthetic() -> None:
     found = {
         document["result"]["model"]["name"]: document["result"]
-        for _, document in generate.recorded("calibrate-*.json")
-        if generate.synthetic(document["result"])
+        for _, document in recordings.recorded("calibrate-*.json")
+        if recordings.synthetic(document["result"])
     }
     text = scale_tables.at_scale(found)
     table = cells(text.split("\n\n")[0])
@@ -194,6 +197,45 @@ def test_full_size_table_adds_up_and_says_synthetic() -> None:
         assert cost < 0.3
         assert result["synthetic"]
     assert all("synthetic" in head for head in table[0][1:])
+
+
+def test_full_size_decode_says_what_arrives_of_the_saving() -> None:
+    row = {"backend": "gluon", "mode": "graph", "bytes_s": 0.011, "state_share_of_bytes": 0.25}
+    part = {"s": 0.002, "launches": 7}
+    rows = [
+        row | {"batch": 256, "state": state, "tpot_s": {"median": t}, "components": components}
+        for state, t, components in (("damp", 0.015, None), ("fp32", 0.018, {"experts": part}))
+    ]
+    saving = {"batch": 256, "saved_s": 0.003, "isolated_saving_s": 0.004, "share_of_isolated": 0.75}
+    saving |= {"tpot_cut": 1 / 6, "cut_by_bytes": 0.2, "paper_tpot_cut": 0.19}
+    text = scale_tables.decode({"rows": rows, "savings": [saving], "stopped": "deadline"})
+    times, parts, saved, note = text.split("\n\n")
+    assert cells(times)[2:] == [
+        ["batch 256, fp32", "gluon, graph", "18 ms", "1.00x", "11 ms", "25.0 %"],
+        ["batch 256, damp", "gluon, graph", "15 ms", "1.20x", "11 ms", "25.0 %"],
+    ]
+    assert cells(parts)[2:] == [["batch 256, fp32", "2.00"]]
+    assert cells(saved)[2] == ["256", "3 ms", "4 ms", "75 %", "16.7 %", "20.0 %", "19.0 %"]
+    assert "synthetic" in note
+    assert "deadline" in note
+
+
+def test_recordings_of_one_model_are_one_run_where_they_belong_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recordings, "BENCHMARKS", tmp_path)
+    parts: dict[str, Any] = {
+        key: [1] for key in ("summary", "blocks", "refused", "left_out", "ttft")
+    }
+    parts |= {"arms": ["dense"], "whole_window": None, "complete": True}
+    for name, model, arms in (("a", "m", ["dense"]), ("b", "m", ["dense"]), ("c", "m", ["other"])):
+        result = parts | {"model": model, "arms": arms}
+        (tmp_path / f"quality-{name}.json").write_text(json.dumps({"result": result}))
+    both, other = recordings.runs("quality-*.json", merge=quality_tables.merged)
+    assert [path.stem for path, _ in both.files] == ["quality-a", "quality-b"]
+    assert both.result["blocks"] == [1, 1]
+    assert [path.stem for path, _ in other.files] == ["quality-c"]
+    assert len(list(recordings.runs("quality-*.json"))) == 3
 
 
 def test_stress_table_counts_leaks_and_differences() -> None:
@@ -221,8 +263,8 @@ def test_emitted_table_counts_what_each_module_compared() -> None:
 
 def test_sentences_of_validations_hold_recorded_numbers() -> None:
     results = {
-        generate.model_name(path, document): document["result"]
-        for path, document in generate.recorded(generate.VALIDATED)
+        recordings.model_name(path, document): document["result"]
+        for path, document in recordings.recorded(recordings.VALIDATED)
     }
     text = validation_findings.validation(results)
     for result in results.values():
@@ -238,12 +280,12 @@ def test_sentences_of_validations_hold_recorded_numbers() -> None:
 
 
 def test_every_recorded_table_is_on_the_page_once() -> None:
-    page = generate.results()
+    page = results_page.results()
     assert "`tiny-gdn`" in page
-    for section in generate.RESULTS:
+    for section in results_page.RESULTS:
         found = [
             path
-            for path, document in generate.recorded(section.pattern)
+            for path, document in recordings.recorded(section.pattern)
             if section.wanted(document["result"]) and not section.table
         ]
         assert page.count(f"{'#' * section.level} {section.title}\n") <= 1
