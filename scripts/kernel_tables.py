@@ -33,7 +33,7 @@ def passes(result: Result) -> str:
         ]
         for name, title in PASS_NAMES.items()
     ]
-    return markdown(["`x += 1` over", *(f"batch {b}: us (TB/s)" for b in FORM_BATCHES)], rows)
+    return markdown(["`x += 1` over", *(f"batch {b}: µs (TB/s)" for b in FORM_BATCHES)], rows)
 
 
 def forms(result: Result) -> str:
@@ -147,7 +147,7 @@ def codecs(result: Result) -> str:
         for part in result["codecs"]
         for row in part["rows"]
     ]
-    head = ["layers of", "transfer", "MB", "us", "GB/s", "of the in-place pass"]
+    head = ["layers of", "transfer", "MB", "µs", "GB/s", "of the in-place pass"]
     return markdown(head, rows)
 
 
@@ -162,7 +162,7 @@ def tokens(result: Result) -> str:
         ]
         for t in result["tokens"]
     ]
-    return markdown(["layout, gate, batch, tokens", "one launch, us", "single steps, us", ""], rows)
+    return markdown(["layout, gate, batch, tokens", "one launch, µs", "single steps, µs", ""], rows)
 
 
 def rivals(result: Result) -> str:
@@ -181,7 +181,7 @@ def rivals(result: Result) -> str:
         and entry["batch"] in RIVAL_BATCHES
         and entry.get("state", "damp") in RIVAL_STATES
     ]
-    return markdown(["layer of", "batch", "state", "us", *columns], rows) if rows else ""
+    return markdown(["layer of", "batch", "state", "µs", *columns], rows) if rows else ""
 
 
 TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {

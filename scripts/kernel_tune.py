@@ -311,7 +311,7 @@ def main() -> int:
             found = memory_pass(layout, 32, batch)
             note(
                 {"pass": label, "batch": batch} | found,
-                f"pass {label:8s} B={batch:4d} {found['median_us']:8.2f} us {found['gb_per_s']:7.0f} GB/s",
+                f"pass {label:8s} B={batch:4d} {found['median_us']:8.2f} µs {found['gb_per_s']:7.0f} GB/s",
             )
     for variant in variants():
         if arguments.only not in variant.name:
@@ -341,7 +341,7 @@ def main() -> int:
                 continue
             note(
                 row | {"batch": batch} | found,
-                f"{variant.name:36s} B={batch:4d} {found['median_us']:8.2f} us"
+                f"{variant.name:36s} B={batch:4d} {found['median_us']:8.2f} µs"
                 f" ({found['p10_us']:.2f}-{found['p90_us']:.2f}) {found['gb_per_s']:6.0f} GB/s",
             )
     sys.stdout.write(f"{wrong} variants failed\n")

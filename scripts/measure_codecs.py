@@ -188,7 +188,7 @@ def tokens(record: Record) -> None:
             record.add("tokens", {"name": name, "error": str(error)}, f"{name}: {error}"[:300])
             continue
         entry = {"name": name, "one_launch_s": many.to_json(), "single_steps_s": single.to_json()}
-        line = f"{1e6 * many.median:.1f} us in one launch, {1e6 * single.median:.1f} us in {count}"
+        line = f"{1e6 * many.median:.1f} µs in one launch, {1e6 * single.median:.1f} µs in {count}"
         record.add("tokens", entry, f"{name}: {line}")
 
 
@@ -262,7 +262,7 @@ def main() -> int:
                 models=[size],
                 device="cuda",
                 on_row=lambda row: print(
-                    f"{row.model:12s} {row.transfer:48s} {row.nbytes:12,d} B {1e6 * row.launch.median:8.1f} us "
+                    f"{row.model:12s} {row.transfer:48s} {row.nbytes:12,d} B {1e6 * row.launch.median:8.1f} µs "
                     f"{row.gb_per_s:7.0f} GB/s  {100 * row.share:5.1f} % of the in-place pass",
                     flush=True,
                 ),

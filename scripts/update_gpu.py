@@ -58,7 +58,7 @@ def main() -> int:
         rows: list[UpdateRow | RingRow] = [*found.rows, *found.rings]
         for row in rows:
             name, time_us = f"{layer.name}, batch {row.batch}, {row.state}", 1e6 * row.step.median
-            print(f"{name:54s} {time_us:9.2f} us  {row.configuration}")
+            print(f"{name:54s} {time_us:9.2f} µs  {row.configuration}")
         print(f"{layer.name}: {took[-1]:.1f} s", flush=True)
         if options.warm is None:
             write(options.out, whole)

@@ -51,7 +51,7 @@ def codec_tables(out: Output, result: dict[str, Any]) -> None:
     """One line per transfer."""
     out.table(
         f"state transfers on {result['device']['name']}, {result['protocol']['slots']} slots",
-        ("size", "transfer", "bytes", "us", "p90", "GB/s", "pass GB/s", "share %"),
+        ("size", "transfer", "bytes", "µs", "p90", "GB/s", "pass GB/s", "share %"),
         [
             (
                 row["model"],

@@ -72,7 +72,7 @@ def exchange_table(out: Output, result: dict[str, Any]) -> None:
     protocol = result["protocol"]
     out.table(
         f"{result['model']}: checkpoints over {protocol['tp']} ranks ({protocol['backend']}), synthetic states",
-        ("W_max", "balance", "checkpoints", "capacity", "remote", "sent MB", "store us", "load us"),
+        ("W_max", "balance", "checkpoints", "capacity", "remote", "sent MB", "store µs", "load µs"),
         [
             (
                 row["w_max"],

@@ -121,7 +121,7 @@ def update_tables(out: Output, result: dict[str, Any]) -> None:
     out.table(
         f"one update of the recurrent state on {result['device']['name']}",
         (
-            *("layer", "batch", "gate", "state", "ran", "bits", "us", "p90"),
+            *("layer", "batch", "gate", "state", "ran", "bits", "µs", "p90"),
             *("GB/s", "pass GB/s", "FP32/this"),
         ),
         [
@@ -155,7 +155,7 @@ def update_tables(out: Output, result: dict[str, Any]) -> None:
                 "phases",
                 "ran",
                 "bits",
-                "us",
+                "µs",
                 "p90",
                 "MB",
                 "FP32/this",
@@ -184,7 +184,7 @@ def update_tables(out: Output, result: dict[str, Any]) -> None:
     if any(entry["fastest"] for entry in result["fastest"]):
         out.table(
             "the fastest of every other kernel, ours or a peer's, over the packed step's time",
-            ("layer", "batch", "gate", "state", "us", *columns),
+            ("layer", "batch", "gate", "state", "µs", *columns),
             [
                 (
                     entry["dims"],
