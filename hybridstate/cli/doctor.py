@@ -44,7 +44,12 @@ def _device() -> dict[str, Any]:
     try:
         import torch
     except ImportError as error:
-        absent: dict[str, Any] = {"kernels": None, "kernels_reason": None, "kernel_dims": []}
+        absent: dict[str, Any] = {
+            "kernels": None,
+            "kernels_reason": None,
+            "kernel_dims": [],
+            "prefill": {},
+        }
         return {"torch": str(error), "cuda": None, "gpus": [], **absent}
     gpus = [
         {
@@ -74,6 +79,7 @@ def _kernels(device: str) -> dict[str, Any]:
     import torch
 
     from hybridstate.kernels.layout import PackedLayout
+    from hybridstate.kernels.prefill import Geometry, choose
     from hybridstate.kernels.update import backend, backend_reason
 
     paper = PackedLayout(*KERNEL_DIMS[0], k_hi=16)
@@ -91,7 +97,16 @@ def _kernels(device: str) -> dict[str, Any]:
                 "why": obstacle or "fits the matrix instruction",
             }
         )
-    return {"kernels": str(chosen), "kernels_reason": reason, "kernel_dims": dims}
+    prefill = {
+        name: choose(device, torch.bfloat16, Geometry(2, 4, *KERNEL_DIMS[0], per_channel)).reason
+        for name, per_channel in (("GDN", False), ("KDA", True))
+    }
+    return {
+        "kernels": str(chosen),
+        "kernels_reason": reason,
+        "kernel_dims": dims,
+        "prefill": prefill,
+    }
 
 
 def _hub() -> dict[str, Any]:
@@ -159,6 +174,11 @@ def _show(
                 for d in device["kernel_dims"]
             ],
             note=f"chosen here for 128 x 128: {device['kernels_reason']}",
+        )
+        output.table(
+            "prefill of 128 x 128 states",
+            ("recurrence", "runs"),
+            list(device["prefill"].items()),
         )
     output.table(
         "embedded models",

@@ -183,7 +183,7 @@ def chunk_prefill(
     Raises:
         NumericError: shapes do not fit together.
     """
-    _check_shapes(q, k, v, g, beta, initial_state)
+    check_shapes(q, k, v, g, beta, initial_state)
     state = _start(q, v, initial_state)
     per_channel = g.dim() == 4
     most = CHUNK_CHANNEL if per_channel else CHUNK_SCALAR
@@ -289,7 +289,7 @@ def _start(q: Tensor, v: Tensor, initial_state: Tensor | None) -> Tensor:
     )
 
 
-def _check_shapes(
+def check_shapes(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None
 ) -> None:
     """Refuse inputs that would broadcast into a wrong answer."""

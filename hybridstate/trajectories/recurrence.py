@@ -3,8 +3,9 @@
 The modeling files of transformers look up their two recurrence functions by name in their own
 module. `load_model` puts a dispatcher under each name for good: it finds the running layer through
 forward hooks and calls whatever `swap` has installed for that model, by default the reference
-maths of `kernels.reference`. So no optional package is ever dispatched to, two models of one family can
-be loaded side by side, and a replacement sees the same call on every transformers version:
+maths of `kernels.reference`, on a GPU prompts by the kernels of the same maths. So no optional package is ever
+dispatched to, two models of one family can be loaded side by side, and a replacement sees the same call on every
+transformers version:
 
     prefill(ordinal, q, k, v, g, beta, initial_state) -> (o, S)     any number of tokens T
     decode(ordinal, q, k, v, g, beta, initial_state) -> (o, S)      one token, no T axis
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
+from hybridstate.kernels import prefill as kernel
 from hybridstate.kernels import reference
 
 if TYPE_CHECKING:
@@ -59,6 +61,28 @@ def reference_prefill(
     return reference.chunk_prefill(q, k, v, g, beta, initial_state)
 
 
+def device_prefill(
+    ordinal: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in two launches on a GPU, where the trial of `kernels.prefill` has passed; the reference elsewhere."""
+    choice = prefill_choice(q, v, g)
+    if choice.precision is None:
+        return reference_prefill(ordinal, q, k, v, g, beta, initial_state)
+    return kernel.prefill(q, k, v, g, beta, initial_state, precision=choice.precision)
+
+
+def prefill_choice(q: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> kernel.Choice:
+    """What `device_prefill` runs for such inputs, and why; the first call on a GPU tries."""
+    sizes = q.shape[2], v.shape[2], q.shape[3], v.shape[3]
+    return kernel.choose(v.device, v.dtype, kernel.Geometry(*sizes, per_channel=g.dim() == 4))
+
+
 def reference_decode(
     ordinal: int,
     q: torch.Tensor,
@@ -85,7 +109,7 @@ ConvFn = Callable[
 class Recurrence:
     """The functions one loaded model runs at the moment, and which of its layers is running."""
 
-    prefill: RecurrenceFn = reference_prefill
+    prefill: RecurrenceFn = device_prefill
     decode: RecurrenceFn = reference_decode
     key_heads: tuple[int, ...] = ()
     """Key heads of each linear layer, to undo the expansion that some versions do."""

@@ -39,5 +39,7 @@ def test_doctor_says_which_kernel_fits_each_size_and_why() -> None:
     assert dims[96, 192]["matrix_kernel"]
     assert not dims[256, 512]["matrix_kernel"]
     assert "outside 64 to 256" in dims[256, 512]["why"]
+    assert set(device["prefill"]) == {"GDN", "KDA"}
     text = CliRunner().invoke(app, ["doctor"]).stdout
+    assert "prefill of 128 x 128 states" in text
     assert "256 x 512 is outside 64 to 256" in text
