@@ -1,8 +1,8 @@
 """The check before the time: engine logits against an independent simulation of the state format.
 
-Tokens are teacher-forced. The simulation is plain transformers, whose FP32 states are rounded to the format after every
-step, in logical order and without our packer. A captured step that disagrees is dropped for an eager one; an eager one
-that disagrees ends the bench.
+Tokens are teacher-forced. The simulation is plain transformers, whose FP32 states are rounded to the format where the
+engine writes them, after every step or every L-th, in logical order and without our packer or ring. A captured step
+that disagrees is dropped for an eager one; an eager one that disagrees ends the bench.
 """
 
 from collections.abc import Callable
@@ -12,14 +12,19 @@ from typing import Any, Final
 import torch
 
 from hybridstate.errors import NumericError
-from hybridstate.kernels import update
 from hybridstate.kernels.layout import PackedLayout
-from hybridstate.kernels.reference import dequantise_groups, quantise_groups, recurrent_step
+from hybridstate.kernels.reference import (
+    dequantise_groups,
+    l2norm,
+    quantise_groups,
+    recurrent_step,
+)
+from hybridstate.kernels.ring_reference import LEAST_LOG_DECAY
 from hybridstate.runtime.engine import DecodeEngine, DecodeRun
 from hybridstate.runtime.orders import StoredOrder
 from hybridstate.runtime.restore import Prefix, resume
 from hybridstate.trajectories.cache import decode, recurrent_states
-from hybridstate.trajectories.model import LoadedModel, swap
+from hybridstate.trajectories.model import LoadedModel, RecurrenceFn, swap
 
 CHECK_ROWS: Final = 32
 """Sequences that are simulated at once."""
@@ -116,11 +121,11 @@ def checked_run(
         # a step that cannot be replayed is timed without a graph
         eager_because = f"captured steps are {max(error, row_error):.1e} from the simulated run"
     raise NumericError(
-        f"{engine.state} on {engine.backend} ({mode}), batch {prefix.batch}: logits are {error:.2e} away from the "
+        f"{engine.label} on {engine.backend} ({mode}), batch {prefix.batch}: logits are {error:.2e} away from the "
         f"simulated run, the worst sequence {row_error:.2e}, at most {limit:.0e} and {ROW_FACTOR * limit:.0e}; "
         "nothing is reported",
         hint="this is a defect of the kernel, the plan's order or the engine",
-        state=engine.state,
+        state=engine.label,
         batch=prefix.batch,
         found=error,
         expected=limit,
@@ -140,9 +145,9 @@ def check_state(
     checked.run.close()
     same = checked.found.argmax(-1) == checked.expected.argmax(-1)
     return {
-        "state": engine.state,
+        "state": engine.label,
         "backend": engine.backend,
-        "backend_reason": update.backend_reason(engine.loaded.device, engine.pool.layouts[0]),
+        "backend_reason": engine.backend_reason,
         **checked.to_json(),
         "logit_distance_to_fp32": errors(checked.expected, plain)[0],
         "top1_agreement": float(same.double().mean()),
@@ -177,14 +182,24 @@ def simulated_logits(
 ) -> torch.Tensor:
     """Logits `[T, B, vocabulary]` of plain transformers on the forced tokens `[B, T]`.
 
-    With an engine, states are rounded to its format after the prefill and after every step.
+    With an engine, states are rounded to its format after the prefill and where it writes them.
     """
     # the pool keeps windows in the model's dtype, the prefix in BF16: both runs start from the latter
     past = resume(loaded, prefix.kv, prefix.states, prefix.conv)
     if engine is None:
         return torch.stack([decode(loaded, column, past) for column in forced.T])
+    with swap(loaded, decode=simulated_recurrence(engine, past)):
+        return torch.stack([decode(loaded, column, past) for column in forced.T])
+
+
+def simulated_recurrence(engine: DecodeEngine, past: Any) -> RecurrenceFn:
+    """The decode function of plain transformers that stores states as the engine does; `past` is rounded at once.
+
+    Between two writes of an engine with a ring the inputs are what is rounded (`_ringed`).
+    """
     for ordinal, held in enumerate(recurrent_states(past)):
         held.copy_(rounded(held, engine, ordinal))
+    updates = [0] * len(engine.pool.layouts)
 
     def step(
         ordinal: int,
@@ -196,11 +211,34 @@ def simulated_logits(
         initial_state: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert initial_state is not None
+        every = engine.pool.every
+        if every > 1:
+            g = _ring_gate(g)
         o, new = recurrent_step(q, k, v, g, beta, initial_state)
-        return o, rounded(new, engine, ordinal)
+        if every > 1:
+            new = _ringed(new, k, g, initial_state, engine.orders[ordinal])
+        updates[ordinal] += 1
+        return o, rounded(new, engine, ordinal) if updates[ordinal] % every == 0 else new
 
-    with swap(loaded, decode=step):
-        return torch.stack([decode(loaded, column, past) for column in forced.T])
+    return step
+
+
+def _ring_gate(g: torch.Tensor) -> torch.Tensor:
+    """Log decays `[B, H]` or `[B, H, K]` as a ring takes them; those per channel in FP16."""
+    g = g.float().clamp_min(LEAST_LOG_DECAY)
+    return g.half().float() if g.dim() == 3 else g
+
+
+def _ringed(
+    new: torch.Tensor, k: torch.Tensor, g: torch.Tensor, old: torch.Tensor, order: StoredOrder
+) -> torch.Tensor:
+    """The state after an update whose normalised k and pseudo value are rounded to FP16, the latter in stored units."""
+    key = l2norm(k.float()).repeat_interleave(new.shape[1] // k.shape[1], 1)[..., None]
+    aged = old * (g[..., None] if g.dim() == 3 else g[..., None, None]).exp()
+    size = key.square().sum(2, keepdim=True).clamp_min(1e-30)
+    written = (key * (new - aged)).sum(2, keepdim=True) / size
+    scaled, undo = _scaled(written, order)
+    return aged + key.half().float() * undo(scaled.half().float())
 
 
 def rounded(state: torch.Tensor, engine: DecodeEngine, ordinal: int) -> torch.Tensor:

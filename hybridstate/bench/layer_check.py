@@ -1,9 +1,10 @@
 """The check of a full-size model with random weights: module by module, on the inputs of the plain model.
 
 Through tens of random blocks and their routers a rounding grows until logits say little. So the plain model runs first,
-its states rounded to the format after every token; then every mixer and feed-forward of the engine's step is given the
-input of the plain one and has to produce its output, and the pool the plain states. What a module adds can be small
-beside what it is added to, so outputs are compared before the addition. A captured step has to repeat the eager one.
+its states rounded to the format where the engine writes them; then every mixer and feed-forward of the engine's step is
+given the input of the plain one and has to produce its output, and the pool the plain states. What a module adds can be
+small beside what it is added to, so outputs are compared before the addition. A captured step has to repeat the eager
+one.
 """
 
 from collections.abc import Iterator
@@ -14,9 +15,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from hybridstate.bench.decode_check import rounded
+from hybridstate.bench.decode_check import simulated_recurrence
 from hybridstate.errors import NumericError
-from hybridstate.kernels.reference import recurrent_step
 from hybridstate.runtime.engine import DecodeEngine, DecodeRun
 from hybridstate.runtime.restore import Prefix, resume
 from hybridstate.trajectories.cache import decode, recurrent_states
@@ -49,23 +49,7 @@ def plain_trace(engine: DecodeEngine, prefix: Prefix, forced: Tensor) -> Trace:
     """Plain transformers on the forced tokens `[R, T]`, states rounded to the engine's format."""
     loaded, trace = engine.loaded, Trace()
     past = resume(loaded, prefix.kv, prefix.states, prefix.conv)
-    for ordinal, held in enumerate(recurrent_states(past)):
-        held.copy_(rounded(held, engine, ordinal))
-
-    def step(
-        ordinal: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        initial_state: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        assert initial_state is not None
-        o, new = recurrent_step(q, k, v, g, beta, initial_state)
-        return o, rounded(new, engine, ordinal)
-
-    with swap(loaded, decode=step):
+    with swap(loaded, decode=simulated_recurrence(engine, past)):
         for column in forced.T:
             with _watched(loaded, trace, None):
                 trace.logits.append(decode(loaded, column, past))
@@ -129,11 +113,11 @@ def check_blocks(run: DecodeRun, plain: Trace, forced: Tensor) -> dict[str, Any]
             f"{names[n]} {float(medians[n]):.1e}" for n in medians.argsort().flip(0)[:4]
         )
         raise NumericError(
-            f"{engine.state} on {engine.backend}, batch {len(forced)}: from the plain model are {worst}; states "
+            f"{engine.label} on {engine.backend}, batch {len(forced)}: from the plain model are {worst}; states "
             f"{state_error:.1e}, {100 * result['module_rows_within']:.0f} % of rows within {ROW_ERROR:.0e}, logits "
             f"{result['logit_error_median']:.1e}; nothing is reported",
             hint="this is a defect of a kernel or the engine",
-            state=engine.state,
+            state=engine.label,
             found={k: v for k, v in result.items() if k != "limits"},
         )
     return result

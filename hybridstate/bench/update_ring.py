@@ -17,7 +17,7 @@ from hybridstate.bench.layers import UpdateDims, random_fusion, random_inputs
 from hybridstate.bench.timing import Samples, measure_launches, rotation
 from hybridstate.defaults import GROUP
 from hybridstate.errors import NumericError
-from hybridstate.kernels import ring_update
+from hybridstate.kernels import ring_reference, ring_update
 from hybridstate.kernels.layout import PackedLayout
 from hybridstate.kernels.ring_reference import Ring
 
@@ -123,28 +123,18 @@ def ring_rows(
 
 
 def step_bytes(layer: UpdateDims, batch: int, every: int) -> tuple[int, int]:
-    """Bytes of states and of rings in one step, mean over L.
-
-    The packed state is read at every step and written at one in L. Step n of a cycle reads n entries; all but the
-    rewriting step append one. Keys belong to a key head, and every value head of it reads them.
-    """
-    kda, heads = layer.kind == "kda", layer.value_heads
-    head = _layout(layer).head_bytes
-    entry = 2 * heads * (layer.value_dim + (layer.key_dim if kda else 0))
-    keys = 2 * layer.key_heads * layer.key_dim
-    reads = (every - 1) / 2 * (entry + keys)
-    appends = (every - 1) / every * (entry + keys)
-    sums = 0 if kda else 4 * heads * ((every - 1) / 2 + 1)
-    phases = 8 * heads
-    state = batch * heads * head * (1 + 1 / every)
-    return round(state), round(batch * (reads + appends + sums + phases))
+    """Bytes of states and of rings in one step, mean over L."""
+    per_channel = layer.kind == "kda"
+    state, ring = ring_reference.step_bytes(
+        _layout(layer), layer.key_heads, layer.value_heads, every, per_channel=per_channel
+    )
+    return round(batch * state), round(batch * ring)
 
 
 def _layout(layer: UpdateDims) -> PackedLayout:
     """Fragment order where a matrix kernel has it, natural elsewhere."""
-    square = (layer.key_dim, layer.value_dim) == (128, 128)
-    order: Any = "auto" if square else "natural"
-    return PackedLayout(layer.key_dim, layer.value_dim, layer.protected, GROUP, order)
+    layout = PackedLayout(layer.key_dim, layer.value_dim, layer.protected, GROUP)
+    return ring_update.ring_layout(layout)
 
 
 def _checked(

@@ -98,10 +98,14 @@ class Ring:
         return self.gates.dim() == 4
 
     @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Its tensors, each with one row per slot."""
+        return self.keys, self.values, self.gates, self.phases
+
+    @property
     def slot_bytes(self) -> int:
         """Resident bytes of one slot's ring, phases included."""
-        parts = (self.keys, self.values, self.gates, self.phases)
-        return sum(x[0].numel() * x.element_size() for x in parts)
+        return sum(x[0].numel() * x.element_size() for x in self.parts)
 
     @property
     def bits_per_value(self) -> float:
@@ -116,16 +120,36 @@ class Ring:
             slots: int64 [n], without padding.
             stagger: begin at phase `slot % L` with entries of zeros, so that a batch of slots admitted
                 together rewrites about an L-th of itself at each step rather than all of it at every L-th.
+                Otherwise begin at phase 0; what the entries hold does not matter then.
         """
+        if not stagger:
+            self.phases.index_fill_(0, slots, 0)
+            return
         for part in (self.keys, self.values, self.gates):
             part.index_fill_(0, slots, 0)
-        phases = slots.remainder(self.every) if stagger else torch.zeros_like(slots)
-        self.phases[slots] = phases.to(torch.int32)[:, None].expand(-1, self.phases.shape[1])
+        phases = slots.remainder(self.every).to(torch.int32)
+        self.phases[slots] = phases[:, None].expand(-1, self.phases.shape[1])
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy rings between slots, as the packed states must be too: int64 [n] each."""
-        for part in (self.keys, self.values, self.gates, self.phases):
+        for part in self.parts:
             part[target] = part[source]
+
+
+def step_bytes(
+    layout: PackedLayout, key_heads: int, heads: int, every: int, *, per_channel: bool
+) -> tuple[float, float]:
+    """Bytes of packed state and of ring that one update of one slot reads and writes, mean over L.
+
+    The packed state is read at every step and written at one in L. Step n of a cycle reads n entries; all but the
+    rewriting step append one. Keys belong to a key head, and every value head of it reads them.
+    """
+    entry = 2 * heads * (layout.value_dim + (layout.key_dim if per_channel else 0))
+    entry += 2 * key_heads * layout.key_dim
+    reads_and_appends = ((every - 1) / 2 + (every - 1) / every) * entry
+    sums = 0 if per_channel else 4 * heads * ((every - 1) / 2 + 1)
+    phases = 8 * heads
+    return heads * layout.head_bytes * (1 + 1 / every), reads_and_appends + sums + phases
 
 
 def ring_step(
@@ -257,7 +281,7 @@ def _append(ring: Ring, rows: Tensor, full: Tensor, entry: Entry) -> None:
     n, h = torch.nonzero(~full, as_tuple=True)
     at = count[n, h]
     if not ring.per_channel:
-        before = ring.gates[rows[n], h, (at - 1).clamp_min(0)].double() * (at > 0)
+        before = ring.gates[rows[n], h, (at - 1).clamp_min(0)].double().masked_fill(at == 0, 0)
         ring.gates[rows[n], h, at] = (before + gate[n, h, 0]).to(ring.gates.dtype)
     else:
         ring.gates[rows[n], h, at] = gate[n, h].to(ring.gates.dtype)

@@ -7,6 +7,9 @@ temporal states, packed or dense, and `DecodeRun.check_bytes` proves it.
 A plan made from this checkpoint reorders key channels (and value columns): the update reads its operands through an
 index (`runtime.orders`). A checkpoint exported by `export-plan` carries the order in its weights and needs none.
 
+A packed state may be rewritten at every L-th update only (`requantise_every`): a slot then holds a ring of the inputs
+since, and one launch reads both (`kernels.ring_update`).
+
 On a GPU the step runs on lines of keys and values, its modules in few launches (`runtime.fused`), and is captured in a
 CUDA graph when that works; `DecodeRun.mode` says what runs. A CPU, and models whose attention keeps more than keys and
 values, run the model's own code.
@@ -21,12 +24,12 @@ from typing import Any, Literal
 import torch
 
 from hybridstate.errors import NumericError, UsageError
-from hybridstate.kernels import update
+from hybridstate.kernels import ring_update, update
 from hybridstate.kernels.fusion import StepFusion
-from hybridstate.kernels.layout import DenseOrder, PackedLayout
+from hybridstate.kernels.layout import DenseLayout, DenseOrder, PackedLayout
 from hybridstate.plan.store import Plan
 from hybridstate.runtime.kv import LineCache, block_shapes
-from hybridstate.runtime.orders import check_interval, stored_orders
+from hybridstate.runtime.orders import planned_interval, stored_orders
 from hybridstate.runtime.pool import StatePool
 from hybridstate.runtime.restore import Prefix, resume
 from hybridstate.runtime.step import (
@@ -59,8 +62,9 @@ class DecodeEngine:
         state: `fp32`, `bf16`, `fp16` or `damp`.
         slots: sequences that fit.
         plan: key order, value order and scale, and `k_hi` of the packed state; only with `damp`.
-        unquantised: the plan's orders and scales without its INT8 error: with `damp` every key row in FP16, and
-            `fp32` may take a plan too.
+        unquantised: the plan's orders and scales without its INT8 error: with `damp` every key row in FP16, written
+            at every update, and `fp32` may take a plan too.
+        requantise_every: updates between two writes of a packed state, 1 to 16; None: the plan's, else 1.
         backend: forced kernel backend, `auto` chooses by device and layout.
         modules: those of another engine of the same model, whose trials then count for this one too.
     """
@@ -74,16 +78,17 @@ class DecodeEngine:
         plan: Plan | None = None,
         k_hi: int | None = None,
         unquantised: bool = False,
+        requantise_every: int | None = None,
         backend: update.Name | Literal["auto"] = "auto",
         modules: StepModules | None = None,
     ) -> None:
         if plan is not None and state != "damp" and not (unquantised and state == "fp32"):
             raise UsageError(f"a plan orders the packed state; {state} is stored densely")
-        if not unquantised:
-            check_interval(plan)
+        if requantise_every is None:
+            requantise_every = 1 if unquantised else planned_interval(plan)
         self.loaded = loaded
         self.state = state
-        self.orders, planned = stored_orders(plan, loaded)
+        self.orders, planned = stored_orders(plan, loaded, indexed=requantise_every == 1)
         if unquantised:
             planned = min(layer.key_dim for layer in loaded.spec.layers)
         self.pool = StatePool(
@@ -92,6 +97,11 @@ class DecodeEngine:
             state=state,
             k_hi=planned if planned is not None else k_hi,
             dense_order=_dense_order(loaded),
+            every=requantise_every,
+            ring_key_heads=[
+                order.key_heads(layer)
+                for order, layer in zip(self.orders, loaded.spec.layers, strict=True)
+            ],
             conv_dtype=loaded.dtype,
             device=loaded.device,
         )
@@ -105,8 +115,27 @@ class DecodeEngine:
 
     def _choose(self) -> update.Name:
         """Test the kernels for every layout of the model before anything is captured."""
-        found = {update.backend(self.loaded.device, layout) for layout in self.pool.layouts}
+        found = {self._choice(layout)[0] for layout in self.pool.layouts}
         return "reference" if "reference" in found else sorted(found)[-1]
+
+    def _choice(self, layout: PackedLayout | DenseLayout) -> tuple[update.Name, str]:
+        """What advances a state of this layout here, and why."""
+        device = self.loaded.device
+        if self.pool.rings and isinstance(layout, PackedLayout):
+            chosen = ring_update.backend(device, layout)
+            return chosen.name, chosen.reason
+        return update.backend(device, layout), update.backend_reason(device, layout)
+
+    @property
+    def backend_reason(self) -> str:
+        """Why the first linear layer runs as it does."""
+        return self._choice(self.pool.layouts[0])[1]
+
+    @property
+    def label(self) -> str:
+        """The format with its interval: `damp`, `damp-every-8`."""
+        every = self.pool.every
+        return self.state if every == 1 else f"{self.state}-every-{every}"
 
     @cached_property
     def modules(self) -> StepModules:
@@ -186,8 +215,8 @@ class DecodeEngine:
         fusion: StepFusion | None = None,
     ) -> torch.Tensor:
         order, heads, pool = self.orders[ordinal], v.shape[1], self.pool.states[ordinal]
-        # the reference runs the recurrence of T itself; kernels take c as an operand
-        plain = self.backend == "reference"
+        # the reference runs the recurrence of T itself; kernels and rings take c as an operand
+        plain = self.backend == "reference" and not self.pool.rings
         values = order.values(v)
         operands = (
             order.queries(q, heads),
@@ -203,7 +232,10 @@ class DecodeEngine:
             "fusion": fusion or order.fusion,
             "backend": self.backend,
         }
-        if isinstance(layout, PackedLayout):
+        if isinstance(layout, PackedLayout) and self.pool.rings:
+            ring = self.pool.rings[ordinal]
+            o = ring_update.ring_step(*operands, pool, ring, slots, layout=layout, **options)
+        elif isinstance(layout, PackedLayout):
             o = update.packed_step(*operands, pool, slots, layout=layout, **options)
         else:
             o = update.dense_step(*operands, pool, slots, layout=layout, **options)
@@ -329,7 +361,7 @@ class DecodeRun:
         """Copies of everything a step changes, apart from KV past the present position."""
         pool = self.engine.pool
         first, last = int(self.slots[0]), int(self.slots[-1]) + 1
-        kept = [tensor[first:last] for tensor in (*pool.states, *pool.conv)]
+        kept = [tensor[first:last] for tensor in pool.tensors]
         if self._step is not None:
             kept.append(self._step.lengths)
         return [(tensor, tensor.clone()) for tensor in kept]

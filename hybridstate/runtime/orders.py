@@ -2,8 +2,9 @@
 
 A plan made from a checkpoint reorders key channels and value columns: the kernel reads q, k and, for KDA, the decays
 through an index, v and o are gathered in torch. A checkpoint exported by `export-plan` carries the orders and
-needs neither, except for key orders of each value head's own; value scales c are never in the weights. The state in
-the pool is T = S / c (DAMP Eq. 17, 18):
+needs neither, except for key orders of each value head's own; value scales c are never in the weights. An update with
+a ring takes no index: its keys are shared by value heads, so torch gathers. The state in the pool is T = S / c (DAMP
+Eq. 17, 18):
 
     T <- a T + k (beta (v / c - k a T))      o = c (q T)
 """
@@ -17,6 +18,7 @@ import torch
 from hybridstate.errors import PlanMismatch
 from hybridstate.families import LinearLayer
 from hybridstate.kernels.fusion import NO_FUSION, StepFusion
+from hybridstate.kernels.ring_reference import LONGEST
 from hybridstate.plan.compare import verify_against
 from hybridstate.plan.store import Order, Plan
 from hybridstate.trajectories.model import LoadedModel
@@ -34,24 +36,26 @@ class StoredOrder:
         key: `[H, K]`, for operands and states with one row per value head.
         value: `[H, V]`.
         scale: FP32 `[H, V]` in stored order.
+        indexed: whether the update can read through an index of bytes.
     """
 
     shared_key: torch.Tensor | None = None
     key: torch.Tensor | None = None
     value: torch.Tensor | None = None
     scale: torch.Tensor | None = None
+    indexed: bool = True
 
     fusion: StepFusion = field(init=False, default=NO_FUSION)
     """What the kernel gathers by itself: q, k and decays per channel, through an index of bytes."""
 
     def __post_init__(self) -> None:
-        if self.key is not None and self.key.shape[-1] <= INDEXED_CHANNELS:
+        if self.indexed and self.key is not None and self.key.shape[-1] <= INDEXED_CHANNELS:
             index = self.key.to(torch.uint8).contiguous()
             object.__setattr__(self, "fusion", StepFusion(key_index=index))
 
     @property
     def _gathered(self) -> torch.Tensor | None:
-        """The key order where torch has to gather it: an index of bytes cannot name the channels."""
+        """The key order where torch has to gather it: no index, or one of bytes cannot name the channels."""
         return None if self.fusion is not NO_FUSION else self.key
 
     @property
@@ -66,10 +70,17 @@ class StoredOrder:
         )  # q, k and decays per channel
         return keys + (0 if self.value is None else 2)  # v and o
 
+    def key_heads(self, layer: LinearLayer) -> int:
+        """Key heads of q and k as a ring's update takes them: all value heads where each has an order of its own."""
+        own = self.key is not None and self.shared_key is None
+        return layer.value_heads if own else layer.key_heads
+
     def queries(self, x: torch.Tensor, heads: int) -> torch.Tensor:
-        """q or k `[B, Hk, K]` as the update takes it: as it is, or gathered for `heads` value heads."""
+        """q or k `[B, Hk, K]` as the update takes it: as it is, or gathered, by value head if orders differ there."""
         if self._gathered is None:
             return x
+        if self.shared_key is not None:
+            return _take(x, self.shared_key)
         return _take(x.repeat_interleave(heads // x.shape[1], 1), self._gathered)
 
     def decay(self, g: torch.Tensor) -> torch.Tensor:
@@ -118,11 +129,11 @@ def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def stored_orders(
-    plan: Plan | None, loaded: LoadedModel
+    plan: Plan | None, loaded: LoadedModel, *, indexed: bool = True
 ) -> tuple[tuple[StoredOrder, ...], int | None]:
     """Per linear layer the rearrangement that `plan` asks for, and its `k_hi`.
 
-    Without a plan nothing moves and the first channels are the protected ones.
+    Without a plan nothing moves and the first channels are the protected ones. `indexed`: see `StoredOrder`.
 
     Raises:
         PlanMismatch: the plan is for another checkpoint, or has no packed state.
@@ -137,29 +148,30 @@ def stored_orders(
         )
     order = verify_against(plan, loaded.checkpoint)
     return tuple(
-        _stored_order(plan, layer, order, loaded.device) for layer in loaded.spec.layers
+        _stored_order(plan, layer, order, loaded.device, indexed) for layer in loaded.spec.layers
     ), precision.k_hi
 
 
-def check_interval(plan: Plan | None) -> None:
-    """Refuse a plan whose state is not written at every update.
+def planned_interval(plan: Plan | None) -> int:
+    """Updates between two writes of the packed state that `plan` asks for; 1 without one.
 
     Raises:
-        PlanMismatch: this engine has no ring of inputs.
+        PlanMismatch: more than the ring kernels hold.
     """
     precision = None if plan is None else plan.document.precision
-    if precision is not None and precision.requantise_every > 1:
+    every = 1 if precision is None else precision.requantise_every
+    if every > LONGEST:
         raise PlanMismatch(
-            f"the plan writes its packed state at every {precision.requantise_every}th update, this engine at every "
-            "one",
-            hint="export the plan with --requantise-every 1, or serve it with an engine that keeps the inputs between",
-            found=precision.requantise_every,
-            expected=1,
+            f"the plan writes its packed state at every {every}th update, this engine at every {LONGEST}th at most",
+            hint=f"export the plan with --requantise-every {LONGEST} or less",
+            found=every,
+            expected=LONGEST,
         )
+    return every
 
 
 def _stored_order(
-    plan: Plan, layer: LinearLayer, order: Order, device: torch.device
+    plan: Plan, layer: LinearLayer, order: Order, device: torch.device, indexed: bool
 ) -> StoredOrder:
     keys = plan.key_order(layer.index, order)
     key = shared = value = scale = None
@@ -174,4 +186,4 @@ def _stored_order(
     scales = plan.value_scale(layer.index, order)
     if scales is not None:
         scale = torch.from_numpy(scales.astype(np.float32)).to(device)
-    return StoredOrder(shared, key, value, scale)
+    return StoredOrder(shared, key, value, scale, indexed)

@@ -9,9 +9,15 @@ Free slots are poisoned: NaN in float tensors, bytes 0xFF (a NaN in FP16 rows an
 that was not completely written therefore shows as NaN downstream instead of as somebody else's state.
 
 Packed slots are written, read and copied by `kernels.pack` and `kernels.transfer`, all layers in one launch on a GPU.
+
+Where a packed state is rewritten only at every L-th update, a slot also holds a ring of the inputs since
+(`kernels.ring_reference`). A write empties it; a read gives the state that both stand for and changes neither; a copy
+is folded, so that what leaves a slot is packed state alone. Rings begin at phase 0: when a request's state is rewritten
+depends on the request, not on its slot.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Final, Literal, get_args
 
 import torch
@@ -19,10 +25,13 @@ import torch
 from hybridstate.defaults import GROUP
 from hybridstate.errors import NumericError, PlanMismatch, UsageError
 from hybridstate.families import LinearLayer, ModelSpec
+from hybridstate.kernels import ring_reference, ring_update
 from hybridstate.kernels.layout import DenseLayout, DenseOrder, PackedLayout
 from hybridstate.kernels.pack import pack_states, unpack_states
+from hybridstate.kernels.ring_reference import LONGEST, Ring
 from hybridstate.kernels.transfer import Backend, copy_slots
 from hybridstate.kernels.transfer_tables import ALIGNMENT, LayerSet
+from hybridstate.plan.accounting import ring_bits
 
 StateFormat = Literal["fp32", "bf16", "fp16", "damp"]
 STATE_FORMATS: Final[tuple[str, ...]] = get_args(StateFormat)
@@ -45,11 +54,13 @@ class StatePool:
         state: storage of the temporal state.
         k_hi: protected channels per head under `damp`; the default follows `default_k_hi`.
         dense_order: physical order of a dense state.
+        every: updates between two writes of a packed state; 1 keeps no ring.
+        ring_key_heads: per layer the key heads that its ring tells apart; those of the model by default.
         conv_dtype: storage of the convolution window.
         device: where the tensors live.
 
     Raises:
-        UsageError: unknown format, no slots, or `k_hi` that does not fit the key dimension.
+        UsageError: unknown format, no slots, `k_hi` that does not fit the key dimension, or no such ring.
     """
 
     def __init__(
@@ -60,6 +71,8 @@ class StatePool:
         state: str = "fp32",
         k_hi: int | None = None,
         dense_order: DenseOrder = "rows",
+        every: int = 1,
+        ring_key_heads: Sequence[int] | None = None,
         conv_dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -69,13 +82,19 @@ class StatePool:
             )
         if slots < 1:
             raise UsageError(f"a pool needs at least one slot, got {slots}")
+        if not 1 <= every <= (LONGEST if state == "damp" else 1):
+            raise UsageError(
+                f"a {state} state cannot be written at every {every}th update",
+                hint=f"1 to {LONGEST} for damp, 1 for the others",
+            )
         self.spec = spec
         self.slots = slots
         self.state = state
+        self.every = every
         self.conv_dtype = conv_dtype
         self.device = torch.device(device)
         self.layouts: tuple[PackedLayout | DenseLayout, ...] = tuple(
-            _packed_layout(layer, k_hi)
+            _packed_layout(layer, k_hi, every)
             if state == "damp"
             else DenseLayout(layer.key_dim, layer.value_dim, _DENSE[state], dense_order)
             for layer in spec.layers
@@ -92,6 +111,25 @@ class StatePool:
             )
             for layer in spec.layers
         )
+        keys = ring_key_heads or [layer.key_heads for layer in spec.layers]
+        self._per_channel = spec.unit == "channel"
+        self._ringed: tuple[tuple[LinearLayer, PackedLayout, int], ...] = ()
+        """Layer, layout and key heads of every ring."""
+        if every > 1:
+            self._ringed = tuple(zip(spec.layers, self.packed_layouts, keys, strict=True))
+        self.rings = tuple(
+            Ring.empty(
+                slots,
+                n,
+                layer.value_heads,
+                layout,
+                every,
+                per_channel=self._per_channel,
+                device=self.device,
+            )
+            for layer, layout, n in self._ringed
+        )
+        """Of each layer; none where every update writes."""
         self._free = list(range(slots))
         self._backend: Backend = "auto"
         self._runs = _runs_of_alike(self.states)
@@ -107,15 +145,45 @@ class StatePool:
             shape, dtype = (*shape, layer.key_dim, layer.value_dim), layout.dtype
         return torch.empty(shape, dtype=dtype, device=self.device)
 
+    @property
+    def packed_layouts(self) -> tuple[PackedLayout, ...]:
+        """The layouts of a `damp` pool."""
+        return tuple(n for n in self.layouts if isinstance(n, PackedLayout))
+
     # -- bytes ---------------------------------------------------------------------------------
 
     @property
+    def ring_bytes(self) -> int:
+        """Bytes of the rings of one slot, from the geometry alone."""
+        total = 0.0
+        for layer, layout, keys in self._ringed:
+            bits = ring_bits(
+                replace(layer, key_heads=keys), self.every, per_channel=self._per_channel
+            )
+            total += bits * layer.value_heads * layout.key_dim * layout.value_dim / 8
+        return round(total)
+
+    @property
     def temporal_bytes(self) -> int:
-        """Bytes of temporal state in one slot, from the geometry alone."""
-        return sum(
+        """Bytes of temporal state in one slot with its rings, from the geometry alone."""
+        stored = sum(
             layer.value_heads * layout.head_bytes
             for layer, layout in zip(self.spec.layers, self.layouts, strict=True)
         )
+        return stored + self.ring_bytes
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of temporal state and rings that one update of one slot reads and writes, mean over the updates."""
+        if not self.rings:
+            return 2 * self.temporal_bytes
+        total = 0.0
+        for layer, layout, keys in self._ringed:
+            heads, channel = layer.value_heads, self._per_channel
+            total += sum(
+                ring_reference.step_bytes(layout, keys, heads, self.every, per_channel=channel)
+            )
+        return round(total)
 
     @property
     def conv_bytes(self) -> int:
@@ -136,7 +204,13 @@ class StatePool:
     @property
     def held_bytes(self) -> int:
         """Bytes of the pool's tensors as they are now."""
-        return sum(t.numel() * t.element_size() for t in (*self.states, *self.conv))
+        return sum(t.numel() * t.element_size() for t in self.tensors)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that a slot consists of, each `[P, ...]`."""
+        rings = (part for ring in self.rings for part in ring.parts)
+        return (*self.states, *self.conv, *rings)
 
     @property
     def layers(self) -> LayerSet:
@@ -187,15 +261,42 @@ class StatePool:
     def poison(self, slots: Iterable[int]) -> None:
         """Overwrite slots with NaN, or with 0xFF bytes where the state is packed."""
         rows = torch.tensor(list(slots), dtype=torch.int64, device=self.device)
-        for tensor in self.states:
-            tensor[rows] = POISON_BYTE if tensor.dtype == torch.uint8 else float("nan")
-        for tensor in self.conv:
-            tensor[rows] = float("nan")
+        for tensor in self.tensors:
+            if tensor.is_floating_point():
+                tensor[rows] = float("nan")
+            elif tensor.dtype == torch.uint8:
+                tensor[rows] = POISON_BYTE
+            else:  # phases: all entries count
+                tensor[rows] = self.every - 1
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy whole slots, bit for bit; int64 `[n]` each, no slot in both."""
+        """Copy whole slots; int64 `[n]` each, no slot in both.
+
+        Bit for bit, except that what a ring holds is folded into the copy: the bytes are those of `fold` at the source.
+        """
         for _, layers in (*self._runs, *self._conv_runs):
             copy_slots(layers, source, layers, target, backend=self._backend)
+        for ring in self.rings:
+            ring.copy(source, target)
+        self.fold(target)
+
+    # -- rings ---------------------------------------------------------------------------------
+
+    def fold(self, slots: torch.Tensor) -> None:
+        """Write what the rings of slots hold into their packed states; one requantisation where one holds anything."""
+        for state, layout, ring in zip(self.states, self.packed_layouts, self.rings, strict=False):
+            ring_update.ring_flush(state, ring, slots, layout=layout)
+
+    def empty_rings(self, slots: torch.Tensor) -> None:
+        """Say that packed states of slots were just written, by somebody else than `write`; no synchronisation."""
+        for ring in self.rings:
+            ring.start(slots, stagger=False)
+
+    def _folded(self, ordinal: int, state: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """The FP32 state `[B, H, K, V]` that a layer's unpacked state and its ring stand for."""
+        if not self.rings:
+            return state
+        return ring_reference.ring_state(state.double(), self.rings[ordinal], slots).float()
 
     # -- contents ------------------------------------------------------------------------------
 
@@ -215,14 +316,21 @@ class StatePool:
         """`write` without the windows."""
         if self.state == "damp" and len(slots):
             self._pack(slots, states)
+            self.empty_rings(slots)
             return
         for tensor, layout, state in zip(self.states, self.layouts, states, strict=True):
             tensor[slots] = layout.pack(state.float())
 
     def read(self, slots: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """States as FP32 `[B, H, K, V]` and windows `[B, C, W - 1]` of the slots, as new tensors."""
+        """States as FP32 `[B, H, K, V]` and windows `[B, C, W - 1]` of the slots, as new tensors.
+
+        Rings are folded into what is returned, not into the slots.
+        """
         if self.state == "damp" and len(slots):
             states = self._unpack(slots)
+            # every layer has run as many updates
+            if self.rings and bool(self.rings[0].phases[slots].any()):
+                states = [self._folded(n, state, slots) for n, state in enumerate(states)]
         else:
             states = [
                 layout.unpack(tensor[slots])
@@ -263,7 +371,8 @@ class StatePool:
             NumericError: names the block, the slot and the head or convolution channel.
         """
         for ordinal, layer in enumerate(self.spec.layers):
-            state = self.layouts[ordinal].unpack(self.states[ordinal][slots])
+            stored = self.layouts[ordinal].unpack(self.states[ordinal][slots])
+            state = self._folded(ordinal, stored, slots)
             for what, value in (("state", state), ("conv", self.conv[ordinal][slots])):
                 # a finite sum proves finite terms, and needs no mask of the size of the state
                 if bool(torch.isfinite(value.sum(dtype=torch.float32))):
@@ -301,7 +410,7 @@ def _aligned(state: torch.Tensor) -> torch.Tensor:
     return state if state.data_ptr() % ALIGNMENT == 0 else state.clone()
 
 
-def _packed_layout(layer: LinearLayer, k_hi: int | None) -> PackedLayout:
+def _packed_layout(layer: LinearLayer, k_hi: int | None, every: int) -> PackedLayout:
     protected = default_k_hi(layer) if k_hi is None else k_hi
     if not 0 <= protected <= layer.key_dim:
         raise UsageError(
@@ -309,4 +418,5 @@ def _packed_layout(layer: LinearLayer, k_hi: int | None) -> PackedLayout:
             k_hi=protected,
             key_dim=layer.key_dim,
         )
-    return PackedLayout(layer.key_dim, layer.value_dim, protected, GROUP)
+    layout = PackedLayout(layer.key_dim, layer.value_dim, protected, GROUP)
+    return layout if every == 1 else ring_update.ring_layout(layout)

@@ -96,6 +96,7 @@ class TensorStore:
             state[slot] = zero
         for window in self.pool.conv:
             window[slot] = 0.0
+        self.pool.empty_rings(torch.tensor([slot], device=self.pool.device))
 
     def copy(self, source: int, target: int) -> None:
         """See `tiers.Store`."""
@@ -123,6 +124,7 @@ class TensorStore:
             states = self._replay(prefix, replayed)
         self._join_side()
         self.checkpoints.unpack(source, target, states)
+        self.pool.empty_rings(torch.tensor([target], device=self.pool.device))
         for window, kept in zip(self.pool.conv, self._conv, strict=True):
             window[target].copy_(kept[source])
         return replayed
@@ -152,6 +154,9 @@ class TensorStore:
             torch.cuda.current_stream(self.pool.device).wait_stream(self._side)
 
     def _pack(self, source: int, target: int) -> None:
+        if self.pool.rings:  # folded into the slot that nobody has; a running request's own goes on
+            self.copy(source, 0)
+            source = 0
         self.checkpoints.pack(source, target)
         for window, kept in zip(self.pool.conv, self._conv, strict=True):
             kept[target].copy_(window[source])

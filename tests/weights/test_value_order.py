@@ -150,7 +150,7 @@ def test_a_common_order_is_the_mean_place() -> None:
     assert common_order(orders[2:]).tolist() == [[0, 1, 2, 3]]
 
 
-def test_an_interval_is_counted_and_refused_by_this_engine(tmp_path: Path, tiny_gdn: Path) -> None:
+def test_an_interval_is_counted_and_kept_by_the_engine(tmp_path: Path, tiny_gdn: Path) -> None:
     calibration = write_calibration(tmp_path / "cal", tiny_gdn)
     made = api.export_plan(
         tiny_gdn, out=tmp_path / "out", calibration=calibration, requantise_every=8, weights=False
@@ -164,8 +164,15 @@ def test_an_interval_is_counted_and_refused_by_this_engine(tmp_path: Path, tiny_
     from dataclasses import replace
 
     assert replace(plain_arm("int8-step"), every=8).ring_bits(layer, per_channel=False) == extra
-    with pytest.raises(PlanMismatch, match="every 8th update"):
-        DecodeEngine(load_model(str(tiny_gdn)), state="damp", slots=1, plan=made.plan)
+    engine = DecodeEngine(load_model(str(tiny_gdn)), state="damp", slots=1, plan=made.plan)
+    assert engine.pool.every == 8
+    values = sum(n.value_heads * n.key_dim * n.value_dim for n in engine.loaded.spec.layers)
+    assert 8 * engine.pool.ring_bytes == round(extra * values)
+    longer = api.export_plan(
+        tiny_gdn, out=tmp_path / "32", calibration=calibration, requantise_every=32, weights=False
+    )
+    with pytest.raises(PlanMismatch, match="every 32th update, this engine at every 16th at most"):
+        DecodeEngine(engine.loaded, state="damp", slots=1, plan=longer.plan)
 
 
 @pytest.mark.parametrize(
