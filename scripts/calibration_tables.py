@@ -12,6 +12,8 @@ from typing import Any
 
 from tables import Result, markdown, percent, significant, small
 
+from hybridstate.cli.output import counted
+
 PAPER = Path(__file__).resolve().parents[1] / "tests" / "data" / "paper_numbers.json"
 
 PLAIN = ("fp32", "fp16", "bf16", "fp8", "int8-step", "int8-step-stochastic", "int4", "nvfp4")
@@ -61,7 +63,7 @@ def below(result: Result) -> str:
     """What stands under a table of divergences."""
     seeds = result.get("validation_seeds", [result["seed"]])
     count, updates = result["validation_sequences"], result["validation_positions"]
-    text = f"{count} sequences of {updates:,} updates"
+    text = f"{counted(count, 'sequence')} of {counted(updates, 'update')}"
     if len(seeds) > 1 or missing_seeds(result):
         text += f" from {seeds_of(result)} (prompts, texts, random channels, rounding)"
     return f"{text}; ± is the standard error over sequences."
@@ -77,7 +79,7 @@ def seeds_of(result: Result) -> str:
     """How many seeds there are, and of how many where some are missing."""
     found = len(result.get("validation_seeds", [result["seed"]]))
     missing = len(missing_seeds(result))
-    return f"{found} of {found + missing} seeds" if missing else f"{found} seeds"
+    return f"{found} of {found + missing} seeds" if missing else counted(found, "seed")
 
 
 def unfinished(result: Result) -> str:

@@ -11,6 +11,8 @@ import pictures
 import tables
 from recordings import SERVED, recorded
 
+from hybridstate.cli.output import counted
+
 PAPER_CUT = -0.42
 """Change of the mean TTFT that DASC reports (abstract, 5.4); another model and trace."""
 
@@ -133,8 +135,9 @@ def conditions(result: Result) -> str:
     )
     return (
         f"`{result['model']}`: {seconds}{placed}. Trace `{trace['name']}`: {trace['note']}. {profile['note']}. "
-        f"{result['clients']} clients, think time {result['think_s']:g} s, budget {result['budget_scope']}, "
-        f"policy {result['policy']}, working set {result['working_set']} states, {result['seeds']} seeds."
+        f"{counted(result['clients'], 'client')}, think time {result['think_s']:g} s, budget {result['budget_scope']}, "
+        f"policy {result['policy']}, working set {counted(result['working_set'], 'state')}, "
+        f"{counted(result['seeds'], 'seed')}."
     )
 
 

@@ -6,6 +6,8 @@ Each result file is the document that a command wrote with `-o`; the tables belo
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from hybridstate.cli.output import counted
+
 Result = Mapping[str, Any]
 
 
@@ -229,7 +231,7 @@ def precision(result: Result) -> str:
     sequences, updates = result["validation_sequences"], result["validation_positions"]
     seeds = len(result.get("validation_seeds", [0]))
     missing = sum(name.startswith("seed-") for name in result.get("unfinished") or [])
-    below = f"{sequences} sequences of {updates:,} updates"
+    below = f"{counted(sequences, 'sequence')} of {counted(updates, 'update')}"
     if missing:
         below += f" from {seeds} of {seeds + missing} seeds (the time on the GPU ended)"
     elif seeds > 1:

@@ -43,7 +43,7 @@ from hybridstate.cli.options import (
     parse_balance,
     parse_gate_input,
 )
-from hybridstate.cli.output import Output, command
+from hybridstate.cli.output import Output, command, counted
 from hybridstate.defaults import EPSILON, W_MAX
 from hybridstate.errors import UsageError
 from hybridstate.report import REPORT_FILE
@@ -233,7 +233,7 @@ def analyze(
         if output is not None:
             written = _write(out, output, analysis, result, drawn, force=force)
             result["written"] = written
-            out.note(f"wrote {len(written)} files to {output}")
+            out.note(f"wrote {counted(len(written), 'file')} to {output}")
         if report is not None:
             page = _write_report(out, report, analysis, force=force)
             result["report"] = page
@@ -280,13 +280,13 @@ def _dry_run(
             (r["tensor"], r["dtype"], "x".join(map(str, r["shape"])), r["bytes"], r["file"])
             for r in reads
         ],
-        note=f"{len(reads)} tensors, {total:,} bytes, and {checkpoint.header_bytes:,} bytes in the "
-        f"headers of {len(checkpoint.files)} files, of {size:,} bytes",
+        note=f"{counted(len(reads), 'tensor')}, {total:,} bytes, and {checkpoint.header_bytes:,} bytes in the "
+        f"headers of {counted(len(checkpoint.files), 'file')}, of {size:,} bytes",
     )
     names = _file_names(checkpoint.spec.unit, tp, validate=validate)
     writes = [] if folder is None else [str(folder / name) for name in names]
     if writes:
-        out.text(f"would write {len(writes)} files to {folder}")
+        out.text(f"would write {counted(len(writes), 'file')} to {folder}")
     if report is not None:
         writes.append(str(report / REPORT_FILE))
         out.text(f"would write {writes[-1]}")
@@ -314,7 +314,7 @@ def _hub_reads(out: Output, checkpoint: "Checkpoint") -> dict[str, Any] | None:
         f"{checkpoint.name}: would ask the Hub for",
         ("part", "requests", "bytes"),
         [*((read.part, read.requests, read.nbytes) for read in cost), ("total", requests, nbytes)],
-        note=f"with an empty cache, redirects not counted; so far {origin.requests} requests, "
+        note=f"with an empty cache, redirects not counted; so far {counted(origin.requests, 'request')}, "
         f"{origin.received:,} bytes",
     )
     return {

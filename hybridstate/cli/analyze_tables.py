@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from hybridstate.cli.output import Output
+from hybridstate.cli.output import Output, counted
 
 if TYPE_CHECKING:
     from hybridstate.plan.analysis import Analysis
@@ -32,7 +32,7 @@ def analysis_tables(out: Output, analysis: "Analysis") -> None:
     bound = "" if spec.lower_bound is None else f", lower bound {spec.lower_bound:g}"
     first = spec.layers[0]
     heads = (
-        f"{first.value_heads} heads"
+        counted(first.value_heads, "head")
         if first.bundle == 1
         else f"{first.key_heads} key and {first.value_heads} value heads"
     )

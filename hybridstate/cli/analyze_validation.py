@@ -16,7 +16,7 @@ def validation_tables(out: Output, found: Found) -> None:
     chosen = found["prefix_selection"]
     lengths = ", ".join(f"{tier['selected']} of {tier['tier']:,}" for tier in chosen["tiers"])
     short = f", {chosen['fallbacks']} shorter than asked for" if chosen["fallbacks"] else ""
-    title = f"static horizons against {found['prefixes']} prefixes"
+    title = f"static horizons against {found['prefixes']} prefix{'' if found['prefixes'] == 1 else 'es'}"
     out.table(
         f"{title} ({found['source']}, {lengths} tokens{short})",
         ("Spearman, per prefix and layer", "median", "25 %", "75 %", "pairs", "constant"),

@@ -7,7 +7,7 @@ import typer
 from hybridstate.cli.bench_options import Samples
 from hybridstate.cli.bench_output import OutputPath, check_output, finish
 from hybridstate.cli.options import Device, Force, Json, Quiet, check_device
-from hybridstate.cli.output import Output, command
+from hybridstate.cli.output import Output, command, counted
 
 
 def codecs(
@@ -50,7 +50,7 @@ def codecs(
 def codec_tables(out: Output, result: dict[str, Any]) -> None:
     """One line per transfer."""
     out.table(
-        f"state transfers on {result['device']['name']}, {result['protocol']['slots']} slots",
+        f"state transfers on {result['device']['name']}, {counted(result['protocol']['slots'], 'slot')}",
         ("size", "transfer", "bytes", "µs", "p90", "GB/s", "pass GB/s", "share %"),
         [
             (

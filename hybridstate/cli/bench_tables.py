@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hybridstate.cli.output import Output
+from hybridstate.cli.output import Output, counted
 
 Rows = list[tuple[object, ...]]
 MEASURES = {"kl": "prose KL", "bits_per_byte": "bits/byte"}
@@ -15,7 +15,7 @@ def restore_tables(out: Output, result: dict[str, Any]) -> None:
     arms = [arm for arm in result["arms"] if arm["seed"] is None]
     out.table(
         f"{result['model']}: restoring {protocol['tokens']} tokens on {protocol['device']}, "
-        f"{protocol['questions']} synthetic questions per task",
+        f"{counted(protocol['questions'], 'synthetic question')} per task",
         (
             "arm",
             f"{protocol['unit']}s kept",

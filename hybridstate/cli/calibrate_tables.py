@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from hybridstate.cli.output import Output
+from hybridstate.cli.output import Output, counted
 
 if TYPE_CHECKING:
     from hybridstate.quality.calibration import Calibration
@@ -37,8 +37,8 @@ def calibration_tables(out: Output, found: "Calibration") -> None:
             )
             for row in found.divergences
         ],
-        note=f"{sequences} sequences of {positions:,} updates, teacher-forced on the FP32 text; KL in "
-        "nats with its standard error over sequences; state error relative, after the last update",
+        note=f"{counted(sequences, 'sequence')} of {counted(positions, 'update')}, teacher-forced on the FP32 text; "
+        "KL in nats with its standard error over sequences; state error relative, after the last update",
     )
     _growth(out, found)
     _answers(out, document)

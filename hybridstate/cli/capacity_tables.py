@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from hybridstate.cli.output import Output
+from hybridstate.cli.output import Output, counted
 
 if TYPE_CHECKING:
     from hybridstate.plan.analysis import Analysis
@@ -137,7 +137,7 @@ def _cached(out: Output, found: "Capacity", budget: int, requests: int) -> None:
 
     for live in found.lives:
         out.table(
-            f"cached prefixes beside {requests:,} requests, live states {_live(live)}",
+            f"cached prefixes beside {counted(requests, 'request')}, live states {_live(live)}",
             ("cached as", *(plan.name for plan in RESERVATIONS)),
             [
                 (
@@ -154,7 +154,7 @@ def _wanted(out: Output, found: "Capacity", requests: int) -> None:
     from hybridstate.plan.widths import LONGEST_CUTOFF
 
     out.table(
-        f"smallest W_max that allows {requests:,} requests at once (FP32 live states)",
+        f"smallest W_max that allows {counted(requests, 'request')} at once (FP32 live states)",
         ("reserved", "dense", "FP32 stored", "INT8 stored"),
         [
             (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hybridstate.cli.options import CacheDir, Json, LowerBound, Model, Offline, Quiet
-from hybridstate.cli.output import Output, command
+from hybridstate.cli.output import Output, command, counted
 
 if TYPE_CHECKING:
     from hybridstate.checkpoint.inspection import Inspection
@@ -82,7 +82,7 @@ def _summary(out: Output, found: "Inspection") -> None:
     )
     out.text(f"good for: {_uses(spec)}")
     out.text(
-        f"{len(found.shards)} {'shard' if len(found.shards) == 1 else 'shards'}, "
+        f"{counted(len(found.shards), 'shard')}, "
         f"{sum(shard.nbytes for shard in found.shards):,} bytes, of which {found.header_bytes:,} bytes of "
         f"headers and {found.tensor_bytes_read:,} bytes of tensors were read"
     )
@@ -92,9 +92,9 @@ def _heads(spec: "ModelSpec") -> str:
     first = spec.layers[0]
     if spec.family.kind == "mamba2":
         groups = "one group" if first.key_heads == 1 else f"{first.key_heads} groups"
-        return f"{first.value_heads} heads in {groups}"
+        return f"{counted(first.value_heads, 'head')} in {groups}"
     if first.bundle == 1:
-        return f"{first.value_heads} heads"
+        return counted(first.value_heads, "head")
     return f"{first.key_heads} key and {first.value_heads} value heads"
 
 

@@ -48,6 +48,11 @@ _CANNOT_WRITE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 _REPORT_BUG: Final = "this is a bug in hybridstate; set HYBRIDSTATE_DEBUG=1 to see the traceback"
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 slot`, `2 slots`, `1,000 slots`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 @dataclass(frozen=True, slots=True)
 class _Table:
     title: str

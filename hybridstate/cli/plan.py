@@ -8,7 +8,7 @@ import typer
 
 from hybridstate.cli import plan_policy
 from hybridstate.cli.options import CacheDir, Json, Offline, Quiet
-from hybridstate.cli.output import Output, command
+from hybridstate.cli.output import Output, command, counted
 from hybridstate.defaults import REPEATED_LIMIT
 
 if TYPE_CHECKING:
@@ -340,8 +340,10 @@ def _where_keys_move(plan: "Plan") -> str:
 
 
 def _validation_note(calibration: "CalibrationBlock") -> str:
-    sizes = (calibration.validation_sequences, calibration.validation_positions)
-    text = "" if None in sizes else f"{sizes[0]} sequences of {sizes[1]} updates; "
+    text = ""
+    sequences, updates = calibration.validation_sequences, calibration.validation_positions
+    if sequences is not None and updates is not None:
+        text = f"{counted(sequences, 'sequence')} of {counted(updates, 'update')}; "
     text += f"{calibration.protocol.get('profile', 'given')} protocol"
     if calibration.split_agreement is not None:
         text += f"; two halves of the prompts share {calibration.split_agreement:.0%} of channels"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hybridstate.cli.output import Output
+from hybridstate.cli.output import Output, counted
 
 
 def serving_tables(out: Output, result: dict[str, Any]) -> None:
@@ -15,11 +15,11 @@ def serving_tables(out: Output, result: dict[str, Any]) -> None:
     seconds = result["cost_model"]["source"] if result["simulated"] else "of the engine"
     _points_table(
         out,
-        f"{result['model']}: {synthetic}trace {result['trace']['name']}, {how}, {result['clients']} clients",
+        f"{result['model']}: {synthetic}trace {result['trace']['name']}, {how}, {counted(result['clients'], 'client')}",
         result["points"],
         note=f"{result['trace']['note']}; {result['profile']['note']}; seconds: {seconds}; "
-        f"ratio: working set of {result['working_set']} states over dense slots; every arm has the dense arm's bytes; "
-        f"means of {result['seeds']} seeds over all requests; change: mean TTFT against dense",
+        f"ratio: working set of {counted(result['working_set'], 'state')} over dense slots; every arm has the dense "
+        f"arm's bytes; means of {counted(result['seeds'], 'seed')} over all requests; change: mean TTFT against dense",
     )
     short = [
         f"{p['arm']} at ratio {p['ratio']:g}"
@@ -27,7 +27,9 @@ def serving_tables(out: Output, result: dict[str, Any]) -> None:
         if 0 < len(p.get("seeds", ())) < result["seeds"]
     ]
     if short:
-        out.warn(f"fewer than {result['seeds']} seeds before the deadline: {', '.join(short)}")
+        out.warn(
+            f"fewer than {counted(result['seeds'], 'seed')} before the deadline: {', '.join(short)}"
+        )
     if operating["dense_token_hit_rate"] is None:
         out.warn("the dense arm ran nowhere, so there is no operating point")
         return

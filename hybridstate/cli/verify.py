@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hybridstate.cli.options import Device, Json, Quiet, check_device
-from hybridstate.cli.output import command
+from hybridstate.cli.output import command, counted
 
 if TYPE_CHECKING:
     from hybridstate.quality.verify import Verification
@@ -78,7 +78,7 @@ def verify(
                 ("tensors moved as planned", len(found.tensors.moved), "-"),
                 ("logits, relative error", f"{found.logit_error:.1e}", f"{found.bound:.0e}"),
                 (
-                    f"states of {len(found.layers)} layers, relative error",
+                    f"states of {counted(len(found.layers), 'layer')}, relative error",
                     f"{found.state_error:.1e}",
                     f"{found.bound:.0e}",
                 ),

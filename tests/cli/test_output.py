@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import typer
 
-from hybridstate.cli.output import SCHEMA, Output, command
+from hybridstate.cli.output import SCHEMA, Output, command, counted
 from hybridstate.errors import PlanMismatch
 
 
@@ -23,6 +23,10 @@ def talk(out: Output) -> None:
     out.text("a line")
     out.table("numbers", ("name", "count", "ratio"), [("x", 1_234_567, 2.5), ("y", None, 0.125)])
     out.result({"answer": 42})
+
+
+def test_one_thing_is_not_counted_as_several() -> None:
+    assert [counted(n, "slot") for n in (0, 1, 2000)] == ["0 slots", "1 slot", "2,000 slots"]
 
 
 def test_human_mode_keeps_result_and_remarks_apart(capsys: pytest.CaptureFixture[str]) -> None:
