@@ -10,11 +10,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tables import Result, markdown, percent, significant, small
 
-from hybridstate.cli.output import counted
+from hybridstate.cli.output import counted, interval
 
 PAPER = Path(__file__).resolve().parents[1] / "tests" / "data" / "paper_numbers.json"
+
+LATE = 129
+"""First step of the bins of the second slope: growth that has settled, or has not."""
 
 PLAIN = ("fp32", "fp16", "bf16", "fp8", "int8-step", "int8-step-stochastic", "int4", "nvfp4")
 MIXED = ("damp", "damp-fp8", "damp-int4", "damp-nvfp4")
@@ -160,7 +164,15 @@ def selectors(result: Result) -> str:
         parts.append(table)
     if not parts:
         return ""
-    notes = [below(result), "DAMP states that its own selector was best on all three benchmarks."]
+    fixed = (
+        "Channels are chosen before the validation, random ones drawn once a seed; they stay the same over all its "
+        "sequences and updates."
+    )
+    notes = [
+        below(result),
+        fixed,
+        "DAMP states that its own selector was best on all three benchmarks.",
+    ]
     notes += [f"{name} is undefined: {why}." for name, why in result["skipped"].items()]
     notes += [gap_sentence(result)] if result["key_order_gap"] else []
     return "\n\n".join([*parts, " ".join(notes)])
@@ -223,14 +235,28 @@ def baselines(result: Result) -> str:
 
 
 def slope(result: Result, name: str) -> str:
-    """Exponent of KL ~ step**b with its interval."""
-    steps = by_format(result)[name].get("steps")
+    """Exponent of KL ~ step**b with its interval; empty where the format or its slope is missing."""
+    steps = by_format(result).get(name, {}).get("steps")
     if steps is None or steps["slope"] is None:
         return ""
-    text = f"{steps['slope']:.2f}"
-    if steps["slope_low"] is not None:
-        text += f" ({steps['slope_low']:.2f} to {steps['slope_high']:.2f})"
-    return text
+    low, high = steps["slope_low"], steps["slope_high"]
+    spread = interval(None if low is None else (low, high), "{:.2f}".format)
+    if not spread and result["validation_sequences"] == 1:
+        spread = "one sequence"
+    return f"{steps['slope']:.2f}" + (f" ({spread})" if spread else "")
+
+
+def late_slope(result: Result, name: str) -> str:
+    """The same exponent over bins from step `LATE` on, from their means alone."""
+    from hybridstate.quality.divergence import growth
+
+    steps = by_format(result).get(name, {}).get("steps")
+    if steps is None or steps["slope"] is None:
+        return ""
+    late = [place for place, (first, _) in enumerate(result["step_bins"]) if first >= LATE]
+    bins = tuple((first, last) for first, last in (result["step_bins"][place] for place in late))
+    value, _, _ = growth(bins, np.array([[steps["kl"][place] for place in late]]))
+    return "" if value is None else f"{value:.2f}"
 
 
 def steps(result: Result) -> str:
@@ -240,14 +266,22 @@ def steps(result: Result) -> str:
         return ""
     shown = [place for place in range(len(bins)) if place % 3 == (len(bins) - 1) % 3]
     rows = [
-        [row["format"], *(significant(row["steps"]["kl"][b]) for b in shown), slope(result, row["format"])]
+        [
+            row["format"],
+            *(significant(row["steps"]["kl"][b]) for b in shown),
+            slope(result, row["format"]),
+            late_slope(result, row["format"]),
+        ]
         for row in result["validation"]
         if row["kl"] > 0
-    ]  # fmt: skip
+    ]
     heads = [f"{first:,}" if first == last else f"{first:,} to {last:,}" for first, last in bins]
-    table = markdown(["KL at steps", *(heads[b] for b in shown), "slope (95 %)"], rows)
+    table = markdown(
+        ["KL at steps", *(heads[b] for b in shown), "slope (95 %)", f"from step {LATE} on"], rows
+    )
     return (
-        f"{table}\n\nSlope b of KL ~ step^b over bins from step 9 on, sequences resampled for the interval. Prompts of "
+        f"{table}\n\nSlope b of KL ~ step^b over bins from step 9 on, sequences resampled for the interval; the last "
+        f"column is the slope over bins from step {LATE} on, of their means. Prompts of "
         f"{result['protocol']['input_tokens']:,} tokens prefilled in chunks of {result['prefill_chunk']:,}, the state "
         f"stored at each chunk's end. {below(result)}"
     )
@@ -348,9 +382,10 @@ def concentration(result: Result) -> str:
                     f"{100 * published:g} %" if name == "reordered" else "",
                 ]
             )
-    columns = ["squared error in the worst 12.5 % of key channels", "mean over heads", "pooled"]
-    columns += ["DAMP 4.1"]
-    return f"{markdown(columns, rows)}\n\n{prediction(result)}".rstrip()
+    columns = ["squared error in the worst 12.5 % of each head's key channels", "mean of the heads"]
+    columns += ["of the error of all heads", "DAMP 4.1"]
+    note = "The mean counts every head alike; the share of all heads' summed error counts a head by its error."
+    return f"{markdown(columns, rows)}\n\n{note} {prediction(result)}".rstrip()
 
 
 def prediction(result: Result) -> str:

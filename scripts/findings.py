@@ -5,8 +5,9 @@ What is said holds for the two embedded models and their texts, no further.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
-from calibration_tables import by_format, seeds_of, unfinished
+from calibration_tables import LATE, by_format, late_slope, seeds_of, slope, unfinished
 from tables import Result
 
 Results = Mapping[str, Result]
@@ -49,17 +50,6 @@ def over_seeds(result: Result, first: str, second: str) -> str:
     return f"{value:.2f} (seeds {min(each):.2f} to {max(each):.2f})"
 
 
-def slope(result: Result, name: str) -> str:
-    row = by_format(result).get(name)
-    if row is None or row.get("steps") is None or row["steps"]["slope"] is None:
-        return ""
-    steps = row["steps"]
-    text = f"{steps['slope']:.2f}"
-    if steps["slope_low"] is not None:
-        text += f" ({steps['slope_low']:.2f} to {steps['slope_high']:.2f})".replace("-0.00", "0.00")
-    return text
-
-
 def bits(result: Result, name: str) -> str:
     row = by_format(result).get(name)
     return "" if row is None else f"{row['bits_per_value_with_ring']:.4g}"
@@ -68,6 +58,14 @@ def bits(result: Result, name: str) -> str:
 def exact_kl(result: Result, name: str) -> str:
     row = by_format(result).get(name)
     return "" if row is None else f"{row['kl']:.2g}"
+
+
+def masks(_: Results) -> str:
+    """What the intervals of DASC against random masks are over."""
+    return (
+        "DASC's units and each random mask are held fixed over all questions and prose; the intervals resample "
+        "those, not the masks. No spread: every case gave the same difference."
+    )
 
 
 # --- calibrations -----------------------------------------------------------------------------------
@@ -290,15 +288,26 @@ def steps(results: Results) -> str:
 
     return (
         "Does error accumulate? With `int8-step` KL grows as step^b with b = "
-        f"{models(found, lambda r: slope(r, 'int8-step'))}: as good as linearly. With `damp` b = "
+        f"{models(found, lambda r: slope(r, 'int8-step'))}: close to linearly. With `damp` b = "
         f"{models(found, lambda r: slope(r, 'damp'))}, with `damp-every-16` b = "
-        f"{models(found, lambda r: slope(r, 'damp-every-16'))}. Rounding to nearest shows no end of it "
+        f"{models(found, lambda r: slope(r, 'damp-every-16'))}. {_late(found)}Rounding to nearest shows no end of it "
         "within 4,095 updates, "
         "so a KL from a short run says little about a long one. Stochastic rounding levels off (its "
         "state error grew by "
         f"{models(found, last_doubling)} over the last doubling of the steps); an FP16 residual hardly grows, b = "
         f"{models(found, lambda r: slope(r, 'int8-feedback-fp16'))}."
     )
+
+
+def _late(results: Results) -> str:
+    """Slopes without the first steps."""
+    cells = [
+        models(results, partial(late_slope, name=name))
+        for name in ("int8-step", "damp", "damp-every-16")
+    ]
+    if not all(cells):
+        return ""
+    return f"From step {LATE} on alone they are {', '.join(cells[:-1])} and {cells[-1]}. "
 
 
 def answers(results: Results) -> str:

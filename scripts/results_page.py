@@ -104,7 +104,12 @@ RESULTS: tuple[Section, ...] = (
         level=3,
     ),
     Section("Restoring a cached prefix", "restore-*.json", tables.restore, pictures=("restore",)),
-    Section("DASC against random masks of the same size", "restore-*.json", tables.advantage),
+    Section(
+        "DASC against random masks of the same size",
+        "restore-*.json",
+        tables.advantage,
+        findings.masks,
+    ),
     Section("What the models need their state for", "restore-*.json", tables.interventions),
     Section("The prefix cache under random operations", "cache-stress.json", tables.stress),
     Section(

@@ -4,9 +4,10 @@ Each result file is the document that a command wrote with `-o`; the tables belo
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from hybridstate.cli.output import counted
+from hybridstate.cli.output import counted, interval
 
 Result = Mapping[str, Any]
 
@@ -160,16 +161,16 @@ def advantage(result: Result) -> str:
     rows = []
     for entry in result["comparisons"]:
         points = entry["metric"] == "accuracy"
-        bounds = [_signed(bound, points) for bound in entry["interval_95"] or ()]
+        bounds = interval(entry["interval_95"], partial(_signed, points=points))
         shares = [o["jaccard"] for o in entry["overlap"]]
         label = {"kl": "prose KL", "bits_per_byte": "bits/byte"}.get(entry["metric"], entry["kind"])
         rows.append(
             [
                 f"W_max {entry['w_max']}, {label}",
                 _signed(entry["difference"], points) + (" points" if points else ""),
-                " to ".join(bounds) or "-",
+                bounds or ("one case" if entry["cases"] == 1 else "-"),
                 f"{entry['cases']}",
-                f"{percent(min(shares))} to {percent(max(shares))}",
+                " to ".join(dict.fromkeys((percent(min(shares)), percent(max(shares))))),
             ]
         )
     return markdown(["", "difference", "95 % interval", "cases", "mask overlap (Jaccard)"], rows)

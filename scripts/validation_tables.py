@@ -8,6 +8,8 @@ from typing import Any
 
 import tables
 
+from hybridstate.cli.output import interval
+
 Result = Mapping[str, Any]
 
 PUBLISHED = (
@@ -168,7 +170,5 @@ def _points(arm: Result) -> str:
     if arm["arm"] == "nothing":
         return ""
     change = f"{100 * arm['difference']:.1f}"
-    bounds = arm["difference_interval_95"]
-    return (
-        change if bounds is None else f"{change} ({100 * bounds[0]:.1f} to {100 * bounds[1]:.1f})"
-    )
+    bounds = interval(arm["difference_interval_95"], lambda bound: f"{100 * bound:.1f}")
+    return f"{change} ({bounds})" if bounds else change

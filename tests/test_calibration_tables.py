@@ -174,3 +174,18 @@ def test_a_state_that_diverged_does_not_ruin_the_axis(
 def rows_of(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as stream:
         return list(csv.DictReader(stream))
+
+
+def test_the_late_slope_leaves_the_first_steps_out() -> None:
+    bins = [(1, 1), *((1 + 2**n, 2 ** (n + 1)) for n in range(12))]
+    middle = [(first * last) ** 0.5 for first, last in bins]
+    kl = [1e-6 * (x if x < 128 else 128**0.5 * x**0.5) for x in middle]
+    steps = {"kl": kl, "slope": 0.8, "slope_low": 0.8, "slope_high": 0.8}
+    rows = [{"format": "damp", "steps": steps}]
+    found = {"validation": rows, "step_bins": bins, "validation_sequences": 3}
+    assert tables.late_slope(found, "damp") == "0.50"
+    assert tables.slope(found, "damp") == "0.80 (no spread)"
+    assert tables.slope(found, "absent") == tables.late_slope(found, "absent") == ""
+    alone = steps | {"slope_low": None, "slope_high": None}
+    found = {"validation": [rows[0] | {"steps": alone}], "validation_sequences": 1}
+    assert tables.slope(found, "damp") == "0.80 (one sequence)"

@@ -91,7 +91,10 @@ def test_advantage_table_gives_points_intervals_and_overlap() -> None:
 def test_advantage_table_has_no_interval_for_a_single_case() -> None:
     single = RESULT["comparisons"][0] | {"interval_95": None, "cases": 1}
     _, _, row = cells(tables.advantage(RESULT | {"comparisons": [single]}))
-    assert row[1:4] == ["+25.0 points", "-", "1"]
+    assert row[1:4] == ["+25.0 points", "one case", "1"]
+    equal = RESULT["comparisons"][0] | {"interval_95": [0.0, 0.0], "difference": 0.0}
+    _, _, row = cells(tables.advantage(RESULT | {"comparisons": [equal]}))
+    assert row[2] == "no spread"
 
 
 def test_restore_figure_keeps_the_numbers_behind_it(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-from hybridstate.cli.output import Output
+from hybridstate.cli.output import Output, interval
 
 Found = Mapping[str, Any]
 
@@ -110,7 +110,7 @@ def intervention_table(out: Output, found: Found) -> None:
                 arm["arm"],
                 f"{100 * arm['accuracy']:.1f}",
                 f"{100 * arm['difference']:.1f}",
-                _interval(arm["difference_interval_95"]),
+                interval(arm["difference_interval_95"], lambda bound: f"{100 * bound:.1f}"),
                 *(f"{100 * depth['accuracy']:.0f}" for depth in arm["by_depth"]),
             )
             for arm in found["arms"]
@@ -119,10 +119,6 @@ def intervention_table(out: Output, found: Found) -> None:
         f"every arm resumed one of {found['prefix']['captured']} captured prefixes, bit-equal after each; "
         f"questions are {found['task_data']}",
     )
-
-
-def _interval(bounds: list[float] | None) -> str | None:
-    return None if bounds is None else " to ".join(f"{100 * bound:.1f}" for bound in bounds)
 
 
 def _rho(value: float | None) -> str | None:

@@ -1,8 +1,9 @@
 """What the bench verbs print: their results as tables."""
 
+from functools import partial
 from typing import Any
 
-from hybridstate.cli.output import Output, counted
+from hybridstate.cli.output import Output, counted, interval
 
 Rows = list[tuple[object, ...]]
 MEASURES = {"kl": "prose KL", "bits_per_byte": "bits/byte"}
@@ -45,7 +46,7 @@ def restore_tables(out: Output, result: dict[str, Any]) -> None:
             _share(entry["random_mean"], entry),
             None if entry["random_sd"] is None else _share(entry["random_sd"], entry),
             _share(entry["difference"], entry),
-            _interval(entry),
+            interval(entry["interval_95"], partial(_share, entry=entry)),
             f"{100 * max(o['jaccard'] for o in entry['overlap']):.0f}",
         )
         for entry in result["comparisons"]
@@ -102,11 +103,6 @@ def _restore_row(arm: dict[str, Any], tasks: list[str]) -> tuple[object, ...]:
         f"{arm['prose']['bits_per_byte']:.3f}",
         1e3 * arm["ttft_s"]["median"],
     )
-
-
-def _interval(entry: dict[str, Any]) -> str | None:
-    bounds = entry["interval_95"]
-    return None if bounds is None else " to ".join(_share(bound, entry) for bound in bounds)
 
 
 def _share(value: float, entry: dict[str, Any]) -> str:

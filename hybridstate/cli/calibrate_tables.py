@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from hybridstate.cli.output import Output, counted
+from hybridstate.cli.output import Output, counted, interval
 
 if TYPE_CHECKING:
     from hybridstate.quality.calibration import Calibration
@@ -136,9 +136,8 @@ def _growth(out: Output, found: "Calibration") -> None:
                 row.format,
                 *(row.steps.kl[b] for b in shown),
                 f"{row.steps.slope:.2f}",
-                ""
-                if row.steps.slope_low is None
-                else f"{row.steps.slope_low:.2f} to {row.steps.slope_high:.2f}",
+                interval(row.steps.interval, "{:.2f}".format)
+                or ("one sequence" if found.document["validation_sequences"] == 1 else ""),
             )
             for row in rows
         ],

@@ -53,6 +53,16 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def interval(bounds: Sequence[float] | None, show: Callable[[float], str]) -> str:
+    """`0.80 to 0.87`; `no spread` where both ends are equal, empty where there is no interval."""
+    if bounds is None:
+        return ""
+    low, high = bounds
+    if low == high:
+        return "no spread"
+    return " to ".join(re.sub(r"^[-+](0(\.0+)?)$", r"\1", show(bound)) for bound in (low, high))
+
+
 @dataclass(frozen=True, slots=True)
 class _Table:
     title: str

@@ -162,6 +162,13 @@ class Steps:
     slope_low: float | None
     slope_high: float | None
 
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Of the slope."""
+        if self.slope_low is None or self.slope_high is None:
+            return None
+        return self.slope_low, self.slope_high
+
 
 @dataclass(frozen=True, slots=True)
 class Divergence:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import typer
 
-from hybridstate.cli.output import SCHEMA, Output, command, counted
+from hybridstate.cli.output import SCHEMA, Output, command, counted, interval
 from hybridstate.errors import PlanMismatch
 
 
@@ -27,6 +27,12 @@ def talk(out: Output) -> None:
 
 def test_one_thing_is_not_counted_as_several() -> None:
     assert [counted(n, "slot") for n in (0, 1, 2000)] == ["0 slots", "1 slot", "2,000 slots"]
+
+
+def test_an_interval_without_a_width_is_none() -> None:
+    assert interval(None, str) == ""
+    assert interval((1.0, 1.0), str) == "no spread"
+    assert interval((-0.001, 0.5), "{:+.2f}".format) == "0.00 to +0.50"
 
 
 def test_human_mode_keeps_result_and_remarks_apart(capsys: pytest.CaptureFixture[str]) -> None:
