@@ -1,7 +1,8 @@
 """Where the time of a decode step goes, and what its bytes alone would take.
 
-One replay of the captured step is profiled; every kernel counts to one component by its name, and what lies between
-kernels is a component too, so that they sum to the step. The output layer is the last matrix product of the step.
+One replay of the captured step is profiled, with a ring as many as an interval has, whose mean counts; every kernel
+belongs to one component by its name, and what lies between kernels is a component too, so that they sum to the step. The
+output layer is the last matrix product of the step.
 """
 
 import re
@@ -89,11 +90,20 @@ def profiled(run: DecodeRun, step: float) -> dict[str, Any] | None:
         return None
     with run.undone():
         run.graph()
+    every = run.engine.pool.every
     with run.undone():
-        kernels = kernel_times(run.graph)
-    if not kernels:
+        replays = [kernel_times(run.graph) for _ in range(every)]
+    if not all(replays):
         return None
-    return {"components": step_components(kernels, step), "longest": longest(kernels)}
+    each = [step_components(kernels, step) for kernels in replays]
+    parts = {
+        name: {
+            "s": sum(parts[name]["s"] for parts in each) / every,
+            "launches": sum(parts[name]["launches"] for parts in each) / every,
+        }
+        for name in COMPONENTS
+    }
+    return {"components": parts, "longest": longest(replays[0])}
 
 
 def step_bytes(
@@ -117,7 +127,7 @@ def step_bytes(
             found["experts"] += int(used * size)
         else:
             found["other weights"] += size
-    found["states"] = 2 * batch * engine.pool.temporal_bytes
+    found["states"] = batch * engine.pool.step_bytes
     found["windows"] = 2 * batch * engine.pool.conv_bytes
     return found
 

@@ -5,6 +5,9 @@ taken each format is checked (`decode_check`), and every run that is timed is ch
 its first tokens: the captured step that is timed is the one that was compared. Between any two steps only the pool
 may hold states. On a CPU the reference recurrence runs; those times say nothing about the kernels and are labelled
 `reference`.
+
+Of a packed state that is written at every L-th update a check covers more than L tokens, and a sample is the mean over
+L consecutive steps: one of them writes.
 """
 
 import time
@@ -18,11 +21,12 @@ import torch
 from hybridstate.bench.decode_check import check_state, checked_run
 from hybridstate.bench.timing import Samples, device_record, synchroniser
 from hybridstate.errors import UsageError
+from hybridstate.kernels.ring_reference import LONGEST
 from hybridstate.plan.compare import verify_against
 from hybridstate.plan.store import STATE_PLAN, Plan
 from hybridstate.quality.arms import cached_prefix
 from hybridstate.runtime.engine import DecodeEngine, DecodeRun
-from hybridstate.runtime.orders import stored_orders
+from hybridstate.runtime.orders import planned_interval, stored_orders
 from hybridstate.runtime.pool import STATE_FORMATS
 from hybridstate.runtime.restore import Prefix
 from hybridstate.runtime.step import StepModules
@@ -37,6 +41,8 @@ CPU_BATCHES: Final = (1, 8)
 GPU_BATCHES: Final = (1, 4, 16, 64, 256)
 
 Progress = Callable[[str, int, int], None]
+Format = tuple[str, int]
+"""A state format and the updates between two writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,7 @@ class Options:
         input_tokens: prefilled tokens of every sequence.
         output_tokens: decoded and timed tokens.
         warmup: decoded and not timed before them.
+        requantise_every: intervals at which `damp` is written that are also compared.
         k_hi: protected channels of `damp` without a plan.
         graph: capture the step in a CUDA graph where there is a GPU.
     """
@@ -58,6 +65,7 @@ class Options:
     input_tokens: int = 256
     output_tokens: int = 64
     warmup: int = 3
+    requantise_every: tuple[int, ...] = ()
     k_hi: int | None = None
     graph: bool = True
 
@@ -70,6 +78,21 @@ class Options:
         return replace(
             self, batches=self.batches or (GPU_BATCHES if device == "cuda" else CPU_BATCHES)
         )
+
+    def formats(self, planned: int = 1) -> tuple[Format, ...]:
+        """What is compared, `damp` at the plan's interval and at those of the options.
+
+        Raises:
+            UsageError: too few tokens for an interval.
+        """
+        found = [(state, planned if state == "damp" else 1) for state in self.states]
+        found += [("damp", every) for every in self.requantise_every]
+        longest = max(every for _, every in found)
+        if self.output_tokens < longest:
+            raise UsageError(
+                f"{self.output_tokens} output tokens are fewer than the {longest} updates between two writes"
+            )
+        return tuple(dict.fromkeys(found))
 
     def check(self) -> None:
         """Refuse what cannot run.
@@ -87,6 +110,9 @@ class Options:
             )
         if min((*self.batches, self.output_tokens, self.input_tokens)) < 1 or self.warmup < 0:
             raise UsageError("batch sizes and token counts must be positive")
+        wrong = [every for every in self.requantise_every if not 1 <= every <= LONGEST]
+        if wrong:
+            raise UsageError(f"--requantise-every {wrong[0]}: 1 to {LONGEST}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,24 +142,29 @@ def run_decode(
     """
     options.check()
     report: Progress = progress or (lambda _stage, _done, _total: None)
-    tokens = windows(loaded, prose, options, max((*options.batches, CHECK_SEQUENCES)))
+    formats = options.formats(planned_interval(plan))
+    checked = max(_checked(every, CHECK_TOKENS) for _, every in formats)
+    count = max((*options.batches, CHECK_SEQUENCES))
+    tokens = windows(loaded, prose, options.input_tokens + checked, count)
     checks = []
     modules = StepModules(loaded) if uses_fixed(loaded) else None
     first = tokens[:CHECK_SEQUENCES]
     prefix = cached_prefix(loaded, first[:, : options.input_tokens], rows=PREFILL_ROWS)
     forced = first[:, options.input_tokens :]
     asked = None if options.graph else "not asked for"
-    for number, state in enumerate(options.states):
-        engine = _engine(loaded, state, CHECK_SEQUENCES, plan, options, modules)
-        checks.append(check_state(engine, prefix, forced, eager_because=asked))
-        report("checks", number + 1, len(options.states))
-    rows, total = [], len(options.batches) * len(options.states)
+    for number, form in enumerate(formats):
+        engine = _engine(loaded, form, CHECK_SEQUENCES, plan, options, modules)
+        shown = forced[:, : _checked(form[1], CHECK_TOKENS)]
+        checks.append(check_state(engine, prefix, shown, eager_because=asked))
+        report("checks", number + 1, len(formats))
+    rows, total = [], len(options.batches) * len(formats)
     for batch in options.batches:
         prefix = cached_prefix(loaded, tokens[:batch, : options.input_tokens], rows=PREFILL_ROWS)
-        forced = tokens[:batch, options.input_tokens :][:, :TIMED_CHECK_TOKENS]
-        for check in checks:
-            engine = _engine(loaded, check["state"], batch, plan, options, modules)
-            rows.append(_timed(engine, prefix, forced, options, check["eager_because"]))
+        forced = tokens[:batch, options.input_tokens :]
+        for form, check in zip(formats, checks, strict=True):
+            engine = _engine(loaded, form, batch, plan, options, modules)
+            shown = forced[:, : _checked(form[1], TIMED_CHECK_TOKENS)]
+            rows.append(_timed(engine, prefix, shown, options, check["eager_because"]))
             report("decoding", len(rows), total)
     return Decoded(
         {
@@ -159,16 +190,27 @@ def run_decode(
 
 def _engine(
     loaded: LoadedModel,
-    state: str,
+    form: Format,
     slots: int,
     plan: Plan | None,
     options: Options,
     modules: StepModules | None,
 ) -> DecodeEngine:
-    planned = plan if state == "damp" else None
+    state, every = form
     return DecodeEngine(
-        loaded, state=state, slots=slots, plan=planned, k_hi=options.k_hi, modules=modules
+        loaded,
+        state=state,
+        slots=slots,
+        plan=plan if state == "damp" else None,
+        k_hi=options.k_hi,
+        requantise_every=every,
+        modules=modules,
     )
+
+
+def _checked(every: int, tokens: int) -> int:
+    """Tokens of a check: `tokens`, or some after the first write of an interval."""
+    return tokens if every == 1 else max(tokens, every + 2)
 
 
 def _ran(loaded: LoadedModel, plan: Plan | None) -> str:
@@ -183,14 +225,13 @@ def _key_order(loaded: LoadedModel, plan: Plan | None) -> str:
     if plan is None:
         return "first channels protected"
     if any(order.key is not None for order in stored_orders(plan, loaded)[0]):
-        return "plan, gathered by the kernel"
+        return "plan, gathered by the kernel, before it where there is a ring"
     exported = verify_against(plan, loaded.checkpoint) == "exported"
     return "exported weights" if exported else "plan, which moves nothing"
 
 
-def windows(loaded: LoadedModel, prose: str, options: Options, count: int) -> torch.Tensor:
-    """Prose windows int64 `[count, input + check]`, spread evenly; they overlap if need be."""
-    length = options.input_tokens + CHECK_TOKENS
+def windows(loaded: LoadedModel, prose: str, length: int, count: int) -> torch.Tensor:
+    """Prose windows int64 `[count, length]`, spread evenly; they overlap if need be."""
     ids = loaded.encode(prose)
     if len(ids) < length + count:
         raise UsageError(f"the held-out prose has {len(ids)} tokens, {length + count} are needed")
@@ -212,12 +253,13 @@ def _timed(
     room = options.warmup + options.output_tokens
     checked = checked_run(engine, prefix, forced, room=room, eager_because=eager_because)
     run, pool, batch = checked.run, engine.pool, prefix.batch
-    samples = Samples(step_seconds(run, forced[:, -1].to(prefix.tokens.device), options))
-    moved = 2 * batch * pool.temporal_bytes
+    samples = step_samples(run, forced[:, -1].to(prefix.tokens.device), options)
+    moved = batch * pool.step_bytes
     calls = max(engine.update_calls)
     per_channel = engine.loaded.spec.unit == "channel"
     row = {
-        "state": engine.state,
+        "state": engine.label,
+        "requantise_every": pool.every,
         "batch": batch,
         "backend": engine.backend,
         "mode": run.mode,
@@ -231,6 +273,7 @@ def _timed(
         ),
         "state_bytes_per_request": pool.slot_bytes,
         "temporal_bytes_per_request": pool.temporal_bytes,
+        "ring_bytes_per_request": pool.ring_bytes,
         "pool_bytes": pool.nbytes,
         "pool_bytes_between_steps": pool.held_bytes,
         "steps_with_pool_checked": forced.shape[1] + room,
@@ -242,8 +285,9 @@ def _timed(
     return row
 
 
-def step_seconds(run: DecodeRun, token: torch.Tensor, options: Options) -> list[float]:
-    """Wall time of every timed step, greedy tokens, the device synchronised around each.
+def step_samples(run: DecodeRun, token: torch.Tensor, options: Options) -> Samples:
+    """Wall time of a step, greedy tokens, the device synchronised around each: of every timed step, or with a ring of L
+    updates the mean of every L.
 
     After each step, outside the clock, only the pool may hold states.
     """
@@ -257,7 +301,9 @@ def step_seconds(run: DecodeRun, token: torch.Tensor, options: Options) -> list[
         if number >= options.warmup:
             seconds.append(time.perf_counter() - start)
         run.check_bytes()
-    return seconds
+    every = run.engine.pool.every
+    starts = range(0, len(seconds) - every + 1, every)
+    return Samples([sum(seconds[n : n + every]) / every for n in starts])
 
 
 def _speedups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -13,9 +13,17 @@ from typing import Any, Final
 import torch
 
 from hybridstate.bench.components import memory_bandwidth, profiled, step_bytes
-from hybridstate.bench.decode import PREFILL_ROWS, Decoded, Options, Progress, step_seconds, windows
+from hybridstate.bench.decode import (
+    PREFILL_ROWS,
+    Decoded,
+    Format,
+    Options,
+    Progress,
+    step_samples,
+    windows,
+)
 from hybridstate.bench.layer_check import GRAPH_ERROR, Trace, check_blocks, check_graph, plain_trace
-from hybridstate.bench.timing import Samples, device_record, measure_launches
+from hybridstate.bench.timing import device_record, measure_launches
 from hybridstate.errors import NumericError, UsageError
 from hybridstate.quality.arms import cached_prefix
 from hybridstate.runtime.engine import DecodeEngine, DecodeRun
@@ -59,35 +67,39 @@ def run_dummy_decode(
     if not loaded.synthetic:
         raise UsageError("synthetic weights only: leave --dummy out")
     step: Progress = progress or (lambda _stage, _done, _total: None)
-    batches = sorted(options.batches, reverse=True)
+    batches, formats = sorted(options.batches, reverse=True), options.formats()
     rows = max(CHECK_ROWS, batches[0])
-    tokens = windows(loaded, prose, options, rows)
+    checked = {every: max(CHECK_TOKENS, every + 1) for _, every in formats}
+    length = options.input_tokens + max(checked.values())
+    tokens = windows(loaded, prose, length, rows)
     step("prefill", 0, 1)
     whole = cached_prefix(loaded, tokens[:, : options.input_tokens], rows=PREFILL_ROWS)
     step("prefill", 1, 1)
-    forced = tokens[:, options.input_tokens :][:, :CHECK_TOKENS]
+    forced = tokens[:, options.input_tokens :]
     modules = StepModules(loaded)
     step("modules", 1, 1)
-    traces: dict[str, Trace] = {}
+    traces: dict[Format, Trace] = {}
     bandwidth = memory_bandwidth(loaded.device) if loaded.device.type == "cuda" else None
     measured: list[dict[str, Any]] = []
     engine: DecodeEngine | None = None
     done = 0
     for batch in batches:
         prefix = whole if batch == whole.batch else whole.rows(range(batch))
-        for state in options.states:
+        for form in formats:
+            state, every = form
+            make = partial(
+                DecodeEngine, loaded, state=state, k_hi=options.k_hi, requantise_every=every,
+                modules=modules,
+            )  # fmt: skip
+            shown = forced[:, : checked[every]]
             try:
-                if state not in traces:
-                    engine = DecodeEngine(
-                        loaded, state=state, slots=1, k_hi=options.k_hi, modules=modules
-                    )
+                if form not in traces:
+                    engine = make(slots=1)
                     first = whole.rows(range(CHECK_ROWS))
-                    traces[state] = plain_trace(engine, first, forced[:CHECK_ROWS])
+                    traces[form] = plain_trace(engine, first, shown[:CHECK_ROWS])
                     del first
-                engine = DecodeEngine(
-                    loaded, state=state, slots=batch, k_hi=options.k_hi, modules=modules
-                )
-                row = _row(engine, prefix, forced[:batch], traces[state], options, bandwidth)
+                engine = make(slots=batch)
+                row = _row(engine, prefix, shown[:batch], traces[form], options, bandwidth)
             except (NumericError, RuntimeError) as error:
                 if failed is None:
                     raise
@@ -102,7 +114,7 @@ def run_dummy_decode(
             if report is not None:
                 report(row)
             done += 1
-            step("decoding", done, len(batches) * len(options.states))
+            step("decoding", done, len(batches) * len(formats))
     return Decoded(
         {
             "model": loaded.checkpoint.name,
@@ -140,7 +152,8 @@ def _row(
 ) -> dict[str, Any]:
     """Check one run, time it, take it apart."""
     loaded, pool, batch = engine.loaded, engine.pool, prefix.batch
-    room = forced.shape[1] + options.warmup + options.output_tokens
+    # profiled replays are undone, but they write keys and values
+    room = forced.shape[1] + options.warmup + options.output_tokens + pool.every
     run = engine.start(prefix, room=room, fixed=True)
     check = check_blocks(run, plain, forced)
     last = forced[:, -1].to(loaded.device)
@@ -151,18 +164,19 @@ def _row(
         check["graph_error"] = check_graph(run, last)
         if check["graph_error"] > GRAPH_ERROR:
             raise NumericError(
-                f"{engine.state}, batch {batch}: a captured step is {check['graph_error']:.1e} from the eager one, "
+                f"{engine.label}, batch {batch}: a captured step is {check['graph_error']:.1e} from the eager one, "
                 f"at most {GRAPH_ERROR:.0e}; nothing is reported",
-                state=engine.state,
+                state=engine.label,
                 batch=batch,
             )
-    samples = Samples(step_seconds(run, last, options))
+    samples = step_samples(run, last, options)
     parts = profiled(run, samples.median)
     held = run.line_bytes
     length = prefix.length + forced.shape[1] + options.output_tokens // 2
     moved = step_bytes(loaded, engine, batch, held * length // run.line_tokens)
     row: dict[str, Any] = {
-        "state": engine.state,
+        "state": engine.label,
+        "requantise_every": pool.every,
         "batch": batch,
         "backend": engine.backend,
         "mode": run.mode,
@@ -172,6 +186,7 @@ def _row(
         "layout_id": pool.layouts[0].layout_id,
         "state_bytes_per_request": pool.slot_bytes,
         "temporal_bytes_per_request": pool.temporal_bytes,
+        "ring_bytes_per_request": pool.ring_bytes,
         "state_bytes_moved_per_step": moved["states"],
         "whole_step_state_gb_per_s": moved["states"] / samples.median / 1e9,
         "bytes": moved,
@@ -189,7 +204,8 @@ def _row(
 def _isolated(engine: DecodeEngine, run: DecodeRun) -> dict[str, Any] | None:
     """The update of every layer, one after another and nothing between, on the run's own states.
 
-    Gates come from raw projections, as in the step. Run it last: the states are not those of any text afterwards.
+    Gates come from raw projections, as in the step; with a ring every layer runs a whole interval. Run it last: the
+    states are not those of any text afterwards.
     """
     loaded = engine.loaded
     launches: list[Callable[[], Any]] = []
@@ -211,7 +227,8 @@ def _isolated(engine: DecodeEngine, run: DecodeRun) -> dict[str, Any] | None:
             partial(engine.update, layer.ordinal, q, k, v, decay, strength, run.slots, step.fusion)
         )
     graph = loaded.device.type == "cuda" and engine.backend != "reference"
-    samples = measure_launches(launches, device=loaded.device, graph=graph, warmup=2, repeat=10)
+    whole = launches * engine.pool.every
+    samples = measure_launches(whole, device=loaded.device, graph=graph, warmup=2, repeat=10)
     return {"layers": len(launches), "per_layer_s": samples.to_json()}
 
 

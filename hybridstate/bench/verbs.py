@@ -211,6 +211,7 @@ def bench_decode(
     batches: Sequence[int] | None = None,
     input_tokens: int = 256,
     output_tokens: int = 64,
+    requantise_every: Sequence[int] = (),
     k_hi: int | None = None,
     graph: bool = True,
     dummy: bool = False,
@@ -221,10 +222,11 @@ def bench_decode(
 
     Args:
         model: folder or embedded name, original or exported; with `dummy` a folder with a config, or a published name.
-        plan: key order and FP16 channels of the packed state; an exported checkpoint brings its own.
+        plan: key order, FP16 channels and interval of the packed state; an exported checkpoint brings its own.
         states: of `fp32`, `bf16`, `fp16`, `damp`; the first and the last by default.
         batches: sequences decoded at once.
         input_tokens, output_tokens: prefilled, and decoded and timed, per sequence.
+        requantise_every: also decode packed states that are written at every so-manieth update, 1 to 16 each.
         k_hi: FP16 channels without a plan.
         graph: capture the step in a CUDA graph on a GPU.
         dummy: synthetic weights of the config's dimensions; adds components, bytes and the update alone.
@@ -242,7 +244,11 @@ def bench_decode(
     from hybridstate.trajectories.prompts import heldout_text
 
     options = Options(
-        input_tokens=input_tokens, output_tokens=output_tokens, k_hi=k_hi, graph=graph
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        requantise_every=tuple(requantise_every),
+        k_hi=k_hi,
+        graph=graph,
     ).given(states, batches)
     if dummy:
         from hybridstate.bench.decode_dummy import run_dummy_decode

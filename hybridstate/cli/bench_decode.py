@@ -23,6 +23,16 @@ def decode(
     output_tokens: Annotated[
         int, typer.Option("--output-tokens", metavar="N", min=1, help="Decoded per sequence.")
     ] = 64,
+    requantise_every: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--requantise-every",
+            metavar="L",
+            help="Also decode damp states that are written at every L-th update, 1 to 16, with the inputs "
+            "since beside them; repeatable. [default: the plan's interval alone]",
+            show_default=False,
+        ),
+    ] = None,
     k_hi: Annotated[
         int | None,
         typer.Option(
@@ -65,6 +75,7 @@ def decode(
             batches=batch,
             input_tokens=input_tokens,
             output_tokens=output_tokens,
+            requantise_every=requantise_every or (),
             k_hi=k_hi,
             graph=not eager,
             dummy=dummy,
@@ -117,7 +128,7 @@ def decode_tables(out: Output, result: dict[str, Any]) -> None:
         f"timed; FP32/this: above 1 is faster than FP32; state bytes per request, with the convolution state "
         f"in {result['protocol']['dtype']}; state GB/step s: state bytes over the time of the whole model "
         f"step, not a kernel's bandwidth (see bench update); key order: "
-        f"{result['protocol']['key_order']}" + reference_note(result["rows"]),
+        f"{result['protocol']['key_order']}" + _ring_note(result) + reference_note(result["rows"]),
     )
     if result.get("synthetic"):
         _synthetic_tables(out, result)
@@ -126,6 +137,16 @@ def decode_tables(out: Output, result: dict[str, Any]) -> None:
             f"check: {check['state']} logits {check['logit_error']:.1e} from the simulated run "
             f"(at most {check['logit_limit']:.0e}), {check['logit_distance_to_fp32']:.1e} from FP32"
         )
+
+
+def _ring_note(result: dict[str, Any]) -> str:
+    """What a row with a ring means."""
+    if all(row.get("requantise_every", 1) == 1 for row in result["rows"]):
+        return ""
+    return (
+        "; damp-every-L: states are written at every L-th update, their bytes count the inputs kept "
+        "between, times are means over L steps"
+    )
 
 
 def _synthetic_tables(out: Output, result: dict[str, Any]) -> None:

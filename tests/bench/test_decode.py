@@ -2,19 +2,26 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from hybridstate import api
 from hybridstate.bench import decode as module
 from hybridstate.bench import decode_check
 from hybridstate.bench.decode import Options, run_decode
+from hybridstate.cli.main import app
 from hybridstate.errors import NumericError, UsageError
+from hybridstate.kernels import ring_reference
+from hybridstate.kernels.ring_reference import Ring
 from hybridstate.runtime.engine import DecodeEngine, DecodeRun
 from hybridstate.trajectories.model import LoadedModel, load_model
 from hybridstate.trajectories.prompts import heldout_text
+from tests.plan.calibrated import write_calibration
 
 OPTIONS = Options(
     ("fp32", "bf16", "damp"), (1, 3), input_tokens=24, output_tokens=3, warmup=1, k_hi=4
@@ -196,3 +203,85 @@ def test_batch_sizes_follow_the_device() -> None:
 def test_text_too_short_is_refused(loaded: LoadedModel) -> None:
     with pytest.raises(UsageError, match="the held-out prose has"):
         run_decode(loaded, OPTIONS, "short")
+
+
+def test_intervals_are_checked_timed_and_counted(loaded: LoadedModel) -> None:
+    options = Options(
+        ("damp",), (1, 3), 24, output_tokens=9, warmup=1, k_hi=4, requantise_every=(1, 4, 16)
+    )
+    with pytest.raises(UsageError, match="9 output tokens are fewer than the 16 updates"):
+        run_decode(loaded, options, heldout_text())
+    options = replace(options, requantise_every=(1, 4))
+    result = run_decode(loaded, options, heldout_text()).to_json()
+    assert json.loads(json.dumps(result, allow_nan=False))
+    assert [(c["state"], c["tokens"]) for c in result["checks"]] == [
+        ("damp", 2 * 16),
+        ("damp-every-4", 2 * 16),
+    ]
+    every_step, ringed = (c["logit_distance_to_fp32"] for c in result["checks"])
+    assert ringed < every_step
+    assert [(r["batch"], r["state"]) for r in result["rows"]] == [
+        (batch, state) for batch in (1, 3) for state in ("damp", "damp-every-4")
+    ]
+    for row in result["rows"]:
+        every = row["requantise_every"]
+        pool = DecodeEngine(
+            loaded, state="damp", slots=row["batch"], k_hi=4, requantise_every=every
+        ).pool
+        assert len(row["tpot_s"]["samples"]) == 9 // every
+        assert row["check"]["tokens"] == row["batch"] * (4 if every == 1 else every + 2)
+        assert row["pool_bytes_between_steps"] == row["batch"] * pool.slot_bytes
+        assert row["state_bytes_moved_per_step"] == row["batch"] * pool.step_bytes
+        assert row["ring_bytes_per_request"] == pool.ring_bytes
+    for wrong in (0, 17):
+        with pytest.raises(UsageError, match=f"--requantise-every {wrong}: 1 to 16"):
+            replace(options, requantise_every=(wrong,)).check()
+
+
+def test_a_ring_that_forgets_is_refused(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries that are lost, writes that come late, and rings that begin full of another request's inputs."""
+    options = replace(OPTIONS, states=("damp",), batches=(1,), output_tokens=4)
+    real_append, real_start = ring_reference._append, Ring.start
+
+    def lost(ring: Ring, rows: torch.Tensor, full: torch.Tensor, entry: Any) -> None:
+        real_append(ring, rows, full, (entry[0], entry[1] * 0, entry[2]))
+
+    def late(ring: Ring, slots: torch.Tensor, *, stagger: bool = True) -> None:
+        real_start(ring, slots, stagger=True)
+
+    for name, owner, damaged in (("_append", ring_reference, lost), ("start", Ring, late)):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, damaged)
+            with pytest.raises(NumericError, match="damp-every-4 on reference"):
+                run_decode(loaded, replace(options, requantise_every=(4,)), heldout_text())
+
+
+def test_the_interval_of_a_plan_is_decoded(tmp_path: Path, tiny_gdn: Path) -> None:
+    calibration = write_calibration(tmp_path / "calibration", tiny_gdn, k_hi=4)
+    out = tmp_path / "exported"
+    api.export_plan(tiny_gdn, out=out, calibration=calibration, requantise_every=4)
+    options = {"batches": (1,), "input_tokens": 12, "output_tokens": 5, "device": "cpu"}
+    for model, plan in ((tiny_gdn, out), (out, None)):
+        result = api.bench_decode(
+            model, plan=plan, states=("damp",), requantise_every=(1,), **options
+        ).to_json()
+        assert [row["state"] for row in result["rows"]] == ["damp-every-4", "damp"]
+        gathers = [row["torch_gathers_per_layer_per_step"] for row in result["rows"]]
+        assert gathers == ([2, 0] if plan else [0, 0])
+
+
+def test_the_option_says_what_its_rows_are(tiny_gdn: Path) -> None:
+    options = ["--batch", "1", "--input-tokens", "12", "--output-tokens", "5", "--device", "cpu"]
+    found = CliRunner().invoke(
+        app, ["bench", "decode", str(tiny_gdn), "--requantise-every", "4", *options]
+    )
+    assert found.exit_code == 0, found.output
+    assert "damp-every-4" in found.output
+    assert "times are means over L steps" in " ".join(found.output.split())
+    refused = CliRunner().invoke(
+        app, ["bench", "decode", str(tiny_gdn), "--requantise-every", "20", *options]
+    )
+    assert refused.exit_code == 2
+    assert "--requantise-every 20: 1 to 16" in " ".join(refused.output.split())

@@ -1,14 +1,17 @@
 """`bench decode --dummy` on small synthetic models: blocks are checked, components sum to the step, bytes add up."""
 
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from hybridstate.bench import decode_dummy
+from hybridstate.bench import components, decode_dummy
 from hybridstate.bench.components import component, step_bytes, step_components
 from hybridstate.bench.decode import Options
 from hybridstate.cli.main import app
@@ -159,3 +162,33 @@ def test_components_of_a_captured_step_on_a_gpu(kind: str, tmp_path: Path) -> No
         assert parts["attention"]["launches"] >= 3
         assert parts["output layer"]["launches"] == 1
         assert row["bytes_s"] > 0
+
+
+def test_intervals_are_checked_over_their_writes(loaded: LoadedModel) -> None:
+    options = replace(OPTIONS, states=("damp",), output_tokens=5, requantise_every=(4,))
+    result = decode_dummy.run_dummy_decode(loaded, options, heldout_text()).to_json()
+    assert [(r["batch"], r["state"]) for r in result["rows"]] == [
+        (3, "damp"), (3, "damp-every-4"), (1, "damp"), (1, "damp-every-4")
+    ]  # fmt: skip
+    every_step, ringed = result["rows"][:2]
+    assert (every_step["check"]["tokens"], ringed["check"]["tokens"]) == (2, 5)
+    assert len(ringed["tpot_s"]["samples"]) == 1
+    for row in result["rows"]:
+        assert row["check"]["module_error_median_worst"] < 1e-4
+        assert row["check"]["state_error_worst"] < 1e-2
+    moved = [row["state_bytes_moved_per_step"] for row in (every_step, ringed)]
+    engine = DecodeEngine(loaded, state="damp", slots=1, requantise_every=4)
+    assert moved[1] == 3 * engine.pool.step_bytes
+
+
+def test_components_are_the_mean_over_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter(([("ring_kernel", 1e-3)], [("ring_kernel", 3e-3), ("conv_kernel", 2e-3)]))
+    monkeypatch.setattr(components, "kernel_times", lambda _: next(times))
+    pool = SimpleNamespace(every=2)
+    run = SimpleNamespace(graph=lambda: None, undone=nullcontext, engine=SimpleNamespace(pool=pool))
+    found = components.profiled(run, 4e-3)  # type: ignore[arg-type]
+    assert found is not None
+    parts = found["components"]
+    assert parts["recurrent update"] == {"s": pytest.approx(2e-3), "launches": 1}
+    assert parts["convolution"] == {"s": pytest.approx(1e-3), "launches": 0.5}
+    assert sum(part["s"] for part in parts.values()) == pytest.approx(4e-3)
