@@ -6,10 +6,13 @@ they use a part of it.
 
 The clock is the scheduler's: seconds of prefills, steps, copies, packs, loads and replays, each after the device has
 settled. Packs beside the computation count where they slow it down. What the host does between those is not counted.
+
+With several ranks each process serves the same requests on its heads of the same model, and the clock is one for all.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from typing import Any, Final
 
 import numpy as np
@@ -22,16 +25,19 @@ from hybridstate.bench.recording import (
     RecordingReplay,
     RecordingStore,
 )
-from hybridstate.bench.scheduler import Limits, Run, Scheduler
+from hybridstate.bench.scheduler import Executor, Limits, Request, Run, Scheduler
 from hybridstate.bench.serving_arms import Arm
 from hybridstate.bench.traces import Trace
-from hybridstate.errors import UsageError
+from hybridstate.plan.placement import place
 from hybridstate.plan.select import Selection
 from hybridstate.plan.store import Plan
 from hybridstate.runtime.admission import Admission, Pools
 from hybridstate.runtime.compressed import Kind
 from hybridstate.runtime.engine import DecodeEngine
+from hybridstate.runtime.exchange import Exchange, routes
+from hybridstate.runtime.parallel import Ranks
 from hybridstate.runtime.prefix_cache import PrefixCache
+from hybridstate.runtime.radix import Tokens
 from hybridstate.runtime.serving import ServingEngine
 from hybridstate.runtime.slots import RESERVED
 from hybridstate.runtime.step import StepModules
@@ -60,14 +66,16 @@ class Subject:
     """The model that is served.
 
     Attributes:
-        loaded: the model.
+        loaded: the model, or a rank's heads of it.
         plan: orders of the packed state, None keeps the first channels in FP16.
-        selections: retained units by cutoff.
+        selections: retained units of all heads by cutoff.
+        ranks: this process among those that serve together.
     """
 
     loaded: LoadedModel
     plan: Plan | None
     selections: dict[int, Selection]
+    ranks: Ranks = field(default_factory=Ranks)
 
     def engine(self, arm: Arm, slots: int, modules: StepModules | None = None) -> DecodeEngine:
         """An engine of the arm's live format."""
@@ -98,45 +106,101 @@ class Subject:
             kind=_KINDS[arm.cached.stored],
             window=0 if replay is None else arm.replay,
             replay=replay,
+            exchange=self._exchange(arm),
             poison=False,
         )
 
+    def _exchange(self, arm: Arm) -> Exchange | None:
+        """What moves the arm's units to the ranks that store them; None where each stores its own."""
+        if arm.balance == "off" or arm.cached is None or arm.cached.w_max is None:
+            return None
+        whole, selection = self.loaded.checkpoint.spec, self.selections[arm.cached.w_max]
+        placement = place(whole, selection, tp=self.ranks.size, mode=arm.balance)
+        route = routes(whole, selection, placement)[self.ranks.rank]
+        return Exchange(route, group=self.ranks.moves, device=self.loaded.device)
+
     def masks(self, engine: DecodeEngine, w_max: int) -> list[torch.Tensor]:
-        """Retained units at a cutoff, rows in the order in which the engine's pool stores them."""
+        """Retained units of this rank's heads at a cutoff, rows in the order in which the engine's pool stores them."""
         found = []
         for order, retained in zip(engine.orders, self.selections[w_max].retained, strict=True):
-            mask = torch.from_numpy(np.ascontiguousarray(retained)).to(self.loaded.device)
+            mask = torch.from_numpy(np.ascontiguousarray(self.ranks.own(retained))).to(
+                self.loaded.device
+            )
             if mask.dim() == 2 and order.key is not None:
                 mask = mask.gather(1, order.key)
             found.append(mask)
         return found
 
     def measured(self, arm: Arm) -> Arm:
-        """The arm with the bytes that its tensors take here.
-
-        Raises:
-            UsageError: placed over several ranks, which this engine has not.
-        """
-        if arm.balance != "off":
-            raise UsageError(
-                f"{arm.name}: this engine has one rank",
-                hint="bench exchange measures placements, bench simulate serves with them",
-            )
+        """The arm with the bytes that its tensors take here: those of the rank where a compressed slot takes most."""
         engine = self.engine(arm, RESERVED + 1)
         pool = engine.pool
         live = replace(arm.live, temporal_bytes=pool.temporal_bytes, conv_bytes=pool.conv_bytes)
-        store = self.store(arm, engine, 1)
+        stores = []
+        for rank in range(self.ranks.size):
+            stores.append(replace(self, ranks=Ranks(rank, self.ranks.size)).store(arm, engine, 1))
+            pool.free(torch.arange(pool.slots))
         cached = arm.cached
         if cached is not None:
-            temporal = store.checkpoints.slot_bytes
-            conv = store.packed_bytes - temporal
+            temporal = max(store.checkpoints.slot_bytes for store in stores)
+            conv = stores[0].packed_bytes - stores[0].checkpoints.slot_bytes
             cached = replace(cached, temporal_bytes=temporal, conv_bytes=conv)
-        return replace(arm, live=live, cached=cached, scratch_bytes=store.scratch_bytes)
+        scratch = max(store.scratch_bytes for store in stores)
+        return replace(arm, live=live, cached=cached, scratch_bytes=scratch)
 
     def kv_bytes(self, dense: Arm) -> int:
         """Bytes of attention keys and values per token, as lines hold them."""
         engine = self.engine(dense, RESERVED + 1)
-        return ServingEngine(engine, running=1, length=2).lines.nbytes // 2
+        with self.ranks.alone():
+            return ServingEngine(engine, running=1, length=2).lines.nbytes // 2
+
+
+class AgreedStore(RecordingStore):
+    """A timed store whose answer about a slot is that of all ranks: each sees its own heads."""
+
+    ranks = Ranks()
+
+    def finite(self, slot: int) -> bool:
+        """Timed; asking the others is not."""
+        return bool(self.ranks.fewest(int(super().finite(slot))))
+
+
+class ToldExecutor(RecordingExecutor):
+    """A recorded executor that keeps what it generated."""
+
+    def __init__(self, executor: Executor, state_bytes: int) -> None:
+        super().__init__(executor, state_bytes)
+        self._outputs: dict[tuple[int, int], bytes] = {}
+
+    def output(self, request: Request) -> Tokens:
+        """Kept by conversation and turn."""
+        tokens = super().output(request)
+        self._outputs[request.conversation.number, request.turn] = tokens.tobytes()
+        return tokens
+
+    @property
+    def digest(self) -> str:
+        """Hash over all replies in the order of conversations and turns."""
+        return sha256(b"".join(self._outputs[key] for key in sorted(self._outputs))).hexdigest()
+
+
+@dataclass(frozen=True)
+class Served:
+    """One seed of one point.
+
+    Attributes:
+        run: what happened.
+        cache: afterwards.
+        outputs: digest of all replies.
+        operations: recorded.
+        engine: how it ran.
+    """
+
+    run: Run
+    cache: PrefixCache
+    outputs: str
+    operations: Operations
+    engine: dict[str, Any]
 
 
 class Bench:
@@ -151,7 +215,7 @@ class Bench:
 
     def __init__(self, subject: Subject, *, running: int, length: int, chunk: int) -> None:
         self.subject = subject
-        self._clock = device_clock(subject.loaded.device)
+        self._clock = subject.ranks.together(device_clock(subject.loaded.device))
         self._gpu = subject.loaded.device.type == "cuda"
         self._running, self._chunk = running, chunk
         steps = (WARM_STEPS + 1) * (running.bit_length() + 1)
@@ -168,12 +232,13 @@ class Bench:
         limits: Limits,
         admission: Admission,
         seed: int,
-    ) -> tuple[Run, PrefixCache, Operations, dict[str, Any]]:
+    ) -> Served:
         """One seed of one point.
 
-        Returns:
-            What happened, the cache afterwards, recorded operations, and how the engine ran.
+        Raises:
+            NumericError: another rank decided or generated otherwise; all ranks raise it.
         """
+        ranks = self.subject.ranks
         serving = self._serving(arm, pools.native)
         pool = serving.engine.pool
         if pool.available < pool.slots:
@@ -182,16 +247,18 @@ class Bench:
         window = replay if arm.replay else None
         tensors = self.subject.store(arm, serving.engine, pools.packed, window)
         packed_bytes = 1 if arm.cached is None else arm.cached.full_bytes
-        store = RecordingStore(tensors, arm.live.full_bytes, packed_bytes, self._clock)
+        store = AgreedStore(tensors, arm.live.full_bytes, packed_bytes, self._clock)
+        store.ranks = ranks
         if (id(serving), arm.name) not in self._warmed:
             self._warm(serving, tensors, pools.packed)
             self._warmed.add((id(serving), arm.name))
         replay.operations["replay"].clear()
-        cache = PrefixCache(pools, store, admission)
+        cache = PrefixCache(pools, store, admission, ranks.fewest)
         inner = EngineExecutor(serving, cache, store, self._clock)
-        executor = RecordingExecutor(inner, arm.live.full_bytes)
+        executor = ToldExecutor(inner, arm.live.full_bytes)
         run = Scheduler(trace, cache, executor, limits, seed).serve()
         cache.audit()
+        ranks.agree(sha256(f"{cache.digest} {executor.digest} {run.seconds}".encode()).hexdigest())
         operations = {
             **executor.operations,
             **store.operations,
@@ -199,7 +266,7 @@ class Bench:
             **inner.operations,
         }
         found = {kind: thinned(rows) for kind, rows in operations.items() if rows}
-        return run, cache, found, serving.to_json()
+        return Served(run, cache, executor.digest, found, serving.to_json())
 
     def _serving(self, arm: Arm, native: int) -> ServingEngine:
         """An engine of the arm's live format with at least so many slots."""
@@ -211,9 +278,13 @@ class Bench:
         engine = self.subject.engine(
             arm, max(native, self._running) + RESERVED, modules=self._modules
         )
-        made = ServingEngine(engine, running=self._running, length=self._length, chunk=self._chunk)
+        with self.subject.ranks.alone():  # trials compare a layer's part with its part
+            modules = engine.modules
+            made = ServingEngine(
+                engine, running=self._running, length=self._length, chunk=self._chunk
+            )
         self._engines[arm.live_format] = made
-        self._modules = engine.modules if self._gpu else None
+        self._modules = modules if self._gpu else None
         return made
 
     def _warm(self, serving: ServingEngine, store: TensorStore, packed: int) -> None:

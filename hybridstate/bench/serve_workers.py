@@ -1,15 +1,17 @@
-"""Jobs of a serving sweep on several devices: one process and one GPU each, every run with a device to itself.
+"""Jobs of a serving sweep on several devices: one process and one GPU each.
 
-Seeds and points are independent of each other, so any number of workers finds the same hit rates. With one worker
-nothing is started and the jobs run here.
+Either every run has a device to itself: seeds and points are independent of each other, so any number of workers finds
+the same hit rates, and with one worker nothing is started and the jobs run here. Or every run has all devices, one rank
+each: this process is rank 0 and hands its jobs to the others, which serve them at the same time.
 """
 
 import multiprocessing
 import os
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +22,8 @@ from hybridstate.bench.serving_setup import trace_of
 from hybridstate.bench.serving_stats import statistics
 from hybridstate.bench.sweep import Job, Options, Outcome
 from hybridstate.bench.traces import Trace, control_for, longest
-from hybridstate.errors import HybridStateError
+from hybridstate.errors import HybridStateError, NumericError
+from hybridstate.runtime.parallel import Ranks, shard
 
 BATCH_PROMPT: Final = 8_192
 """Prompt tokens of one prefill call at most; longer prompts run in several."""
@@ -53,11 +56,11 @@ class Setting:
 
 
 class Worker:
-    """One model on one device."""
+    """One model, or a rank's heads of it, on one device."""
 
-    def __init__(self, setting: Setting, device: str) -> None:
+    def __init__(self, setting: Setting, device: str, ranks: Ranks | None = None) -> None:
         self.setting = setting
-        self.subject = load_subject(setting, device)
+        self.subject = load_subject(setting, device, ranks or Ranks())
         loaded = self.subject.loaded
         encode = loaded.encode if loaded.tokenizer is not None else None
         self.trace: Trace = trace_of(
@@ -79,30 +82,48 @@ class Worker:
             chunk=min(BATCH_PROMPT, self.length),
         )
 
+    @property
+    def late(self) -> bool:
+        """Whether no job begins any more."""
+        return self.setting.deadline is not None and time.time() > self.setting.deadline
+
     def __call__(self, job: Job) -> Outcome | None:
         """The outcome, None after the deadline; a run that fails says why, and the others go on."""
-        setting, case, options = self.setting, job.case, self.setting.options
-        if setting.deadline is not None and time.time() > setting.deadline:
+        if self.late:
             return None
         try:
-            run, cache, operations, engine = self._bench.serve(
-                case.arm,
-                job.pools,
-                self.control if case.control else self.trace,
-                options.load(case.limit),
-                options.admission,
-                job.seed,
-            )
+            return self.serve(job)
         except (HybridStateError, RuntimeError) as error:
-            first = str(error).splitlines()[0] if str(error) else ""
-            return Outcome({}, "", error=f"{type(error).__name__}: {first}")
-        found = statistics(
-            run, cache.counters, clients=options.clients, limit=case.limit, goal=options.goal
+            return Outcome({}, "", error=told(error))
+
+    def serve(self, job: Job) -> Outcome:
+        """The outcome."""
+        case, options = job.case, self.setting.options
+        found = self._bench.serve(
+            case.arm,
+            job.pools,
+            self.control if case.control else self.trace,
+            options.load(case.limit),
+            options.admission,
+            job.seed,
         )
-        return Outcome(found, cache.digest, operations, engine)
+        numbers = statistics(
+            found.run,
+            found.cache.counters,
+            clients=options.clients,
+            limit=case.limit,
+            goal=options.goal,
+        )
+        return Outcome(numbers, found.cache.digest, found.outputs, found.operations, found.engine)
 
 
-def load_subject(setting: Setting, device: str) -> Subject:
+def told(error: Exception) -> str:
+    """An error in one line."""
+    first = str(error).splitlines()[0] if str(error) else ""
+    return f"{type(error).__name__}: {first}"
+
+
+def load_subject(setting: Setting, device: str, ranks: Ranks) -> Subject:
     """The model with its plan and selections; an exported checkpoint brings its own plan."""
     from hybridstate.bench.cutoffs import selections_at
     from hybridstate.checkpoint import open_checkpoint
@@ -116,7 +137,8 @@ def load_subject(setting: Setting, device: str) -> Subject:
     loaded = load_model(setting.model, device=device, dtype=torch_dtype(setting.dtype))
     cutoffs = setting.options.cutoffs
     chosen = selections_at(loaded, cutoffs, setting.gate_input)
-    return Subject(loaded, plan, dict(zip(cutoffs, chosen, strict=True)))
+    selections = dict(zip(cutoffs, chosen, strict=True))
+    return Subject(shard(loaded, ranks), plan, selections, ranks)
 
 
 _WORKER: dict[str, Worker] = {}
@@ -134,17 +156,117 @@ def _work(job: Job) -> Outcome | None:
     return _WORKER["it"](job)
 
 
+class Peers:
+    """The other ranks of this process, which is rank 0: one process each, on CUDA with a GPU each.
+
+    A job that fails on any rank ends them all: the others may wait for it in the middle of a layer.
+
+    Args:
+        setting: for every rank.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        meeting, size = Path(self._folder.name) / "meeting", setting.options.tp
+        context = multiprocessing.get_context("spawn")
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        self._pipes, self._processes = [], []
+        for rank in range(1, size):
+            ours, theirs = context.Pipe()
+            given = (replace(setting, deadline=None), rank, meeting, theirs)
+            process = context.Process(target=_serve_rank, args=given, daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self.device = _rank_device(setting, 0)
+        self.ranks = Ranks.join(0, size, self.device, meeting)
+
+    def serve(self, here: Worker, job: Job) -> Outcome | None:
+        """The outcome of a job on all ranks, None after the deadline.
+
+        Raises:
+            NumericError: a rank failed.
+        """
+        if here.late:
+            return None
+        try:
+            for pipe in self._pipes:
+                pipe.send(job)
+            outcome = here.serve(job)
+            failed = [pipe.recv() for pipe in self._pipes]
+        except (HybridStateError, RuntimeError, OSError, EOFError) as error:
+            raise NumericError(self._said(f"rank 0: {told(error)}")) from error
+        for rank, said in enumerate(failed, 1):
+            if said is not None:
+                raise NumericError(f"rank {rank}: {said}")
+        return outcome
+
+    def _said(self, here: str) -> str:
+        """What other ranks told of their failure, else `here`."""
+        for rank, pipe in enumerate(self._pipes, 1):
+            try:
+                said = pipe.recv() if pipe.poll(SAID_WITHIN) else None
+            except (EOFError, OSError):
+                said = "its process ended"
+            if said is not None:
+                return f"rank {rank}: {said}"
+        return here
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe in self._pipes:
+            pipe.close()
+        self.ranks.leave()
+        for process in self._processes:
+            process.join(SAID_WITHIN)
+            process.terminate()
+        self._folder.cleanup()
+
+
+SAID_WITHIN: Final = 10.0
+"""Seconds that a failing or ending rank is given."""
+
+
+def _rank_device(setting: Setting, rank: int) -> torch.device:
+    """The device of a rank, the present one from here on."""
+    if setting.device != "cuda":
+        return torch.device("cpu")
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)  # kernels are launched on the present device
+    return device
+
+
+def _serve_rank(setting: Setting, rank: int, meeting: Path, pipe: Any) -> None:
+    """The process of a rank other than 0: serve jobs until the pipe closes; None for each, or why it failed."""
+    device = _rank_device(setting, rank)
+    ranks = Ranks.join(rank, setting.options.tp, device, meeting)
+    try:
+        worker = Worker(setting, str(device), ranks)
+        while True:
+            worker.serve(pipe.recv())
+            pipe.send(None)
+    except EOFError:
+        pass
+    except (HybridStateError, RuntimeError) as error:
+        pipe.send(told(error))
+    ranks.leave()
+
+
 class Workers:
-    """Serves jobs on `count` devices.
+    """Serves jobs on `count` devices, or on those of all ranks.
 
     Args:
         setting: for each worker.
         here: the worker of this process, which serves alone where `count` is 1.
         count: processes.
+        peers: the other ranks, with `count` 1.
     """
 
-    def __init__(self, setting: Setting, here: Worker, count: int) -> None:
-        self._here = here
+    def __init__(
+        self, setting: Setting, here: Worker, count: int, peers: Peers | None = None
+    ) -> None:
+        self._here, self._peers = here, peers
         self._pool: ProcessPoolExecutor | None = None
         if count > 1:
             context = multiprocessing.get_context("spawn")
@@ -158,7 +280,10 @@ class Workers:
 
     def __call__(self, jobs: Sequence[Job]) -> Iterator[Outcome | None]:
         """Outcomes in the order of the jobs."""
-        if self._pool is None:
+        if self._peers is not None:
+            for job in jobs:
+                yield self._peers.serve(self._here, job)
+        elif self._pool is None:
             yield from map(self._here, jobs)
         else:
             yield from self._pool.map(_work, jobs)

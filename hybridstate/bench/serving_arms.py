@@ -13,7 +13,7 @@ and one native slot of scratch where a suffix is replayed), and with the budget 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,9 +75,9 @@ class Arm:
         return "+".join(part.split("-")[0] for part in self.name.split(" ")[0].split("+"))
 
     @property
-    def balance(self) -> str:
+    def balance(self) -> Balance:
         """The placement."""
-        return self.name.split(" ")[1] if " " in self.name else "off"
+        return cast("Balance", self.name.split(" ")[1]) if " " in self.name else "off"
 
     @property
     def live_format(self) -> str:

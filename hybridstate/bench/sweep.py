@@ -124,6 +124,7 @@ class Outcome:
     Attributes:
         statistics: of `serving_stats`.
         digest: of all reclamations.
+        outputs: digest of all replies, None where nothing was generated.
         operations: rows for the cost model, None where nothing was measured.
         engine: how steps ran, None likewise.
         error: why there are no statistics, None where there are.
@@ -131,6 +132,7 @@ class Outcome:
 
     statistics: dict[str, Any]
     digest: str
+    outputs: str | None = None
     operations: dict[str, list[list[float]]] | None = None
     engine: dict[str, Any] | None = None
     error: str | None = None
@@ -258,7 +260,8 @@ class Sweep:
         found = self._known.get((case.arm.name, case.ratio, case.limit, case.control))
         if found is None or len(found.get("seeds", ())) < self.options.seeds:
             return None
-        other = [name for name, value in head.items() if found.get(name) != value]
+        held = {"tp": 1, **found}  # what results without it ran with
+        other = [name for name, value in head.items() if held.get(name) != value]
         if other:
             raise UsageError(
                 f"the earlier run had another {', '.join(other)} for {case.arm.name}",
@@ -280,6 +283,7 @@ class Sweep:
         slots = max(1, round(options.working_set / case.ratio))
         head: dict[str, Any] = {
             **case.arm.to_json(),
+            "tp": options.tp,
             "ratio": case.ratio,
             "limit": case.limit,
             "dense_slots": slots,
@@ -366,6 +370,7 @@ def _point(head: dict[str, Any], found: Sequence[Outcome]) -> dict[str, Any]:
         point["operations"] = {
             kind: [row for rows in measured for row in rows.get(kind, [])] for kind in kinds
         }
+        point["output_digests"] = [outcome.outputs for outcome in found]
         point["mean_ttft_s"] = point["mean"]["mean_ttft_ms"] / 1e3
         point["token_hit_rate"] = hit_rate(point)
         point["engine"] = found[0].engine
@@ -411,6 +416,11 @@ def chosen_arms(every: Sequence[Arm], names: Sequence[str]) -> list[Arm]:
             hint=f"there are {', '.join(arm.name for arm in every)}",
         )
     return [arm for arm in every[1:] if wanted(arm.name, names)]
+
+
+def served_arms(every: Sequence[Arm]) -> list[Arm]:
+    """The arms that an engine serves: packed units differ in size, so no exchange places them."""
+    return [arm for arm in every if arm.live_format != "damp" or arm.balance == "off"]
 
 
 def compare(points: Sequence[dict[str, Any]]) -> None:

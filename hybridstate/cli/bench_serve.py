@@ -21,6 +21,7 @@ from hybridstate.cli.options import (
 from hybridstate.cli.output import Output, command
 from hybridstate.cli.serving_options import (
     ArmNames,
+    Balances,
     BudgetScope,
     Clients,
     Control,
@@ -28,6 +29,7 @@ from hybridstate.cli.serving_options import (
     Cutoffs,
     Every,
     Policy,
+    Ranks,
     Ratios,
     RunningLimits,
     Seeds,
@@ -72,6 +74,8 @@ def serve(
     policy: Policy = "lru",
     every: Every = 0,
     budget_scope: BudgetScope = "state",
+    tp: Ranks = 1,
+    balance: Balances = None,
     control: Control = True,
     fit: Annotated[
         bool,
@@ -115,7 +119,8 @@ def serve(
     """Conversations through the two-tier prefix cache on the real engine, every arm in the same bytes.
 
     Generated replies are fed back. The dense arm runs first and its token hit rate chooses the operating
-    point; every point is reported. With -o FILE.json the points so far are in FILE.partial.json.
+    point; every point is reported. With -o FILE.json the points so far are in FILE.partial.json. With --tp,
+    one process and GPU per rank serve together; hybrid placements are only simulated.
     """
     with command("bench serve", model=model, json=json, quiet=quiet) as out:
         check_device(device)
@@ -140,6 +145,8 @@ def serve(
             policy=policy,
             every=every,
             budget_scope=budget_scope,
+            tp=tp,
+            balances=balance,
             control=control,
             fit=fit,
             workers=workers,

@@ -10,6 +10,7 @@ from hybridstate.cli.options import Force, Json, Quiet
 from hybridstate.cli.output import command
 from hybridstate.cli.serving_options import (
     ArmNames,
+    Balances,
     BudgetScope,
     Clients,
     Control,
@@ -17,6 +18,7 @@ from hybridstate.cli.serving_options import (
     Cutoffs,
     Every,
     Policy,
+    Ranks,
     Ratios,
     RunningLimits,
     Seeds,
@@ -64,16 +66,8 @@ def simulate(
             show_default=False,
         ),
     ] = None,
-    tp: Annotated[int, typer.Option("--tp", metavar="P", help="Tensor-parallel ranks.")] = 1,
-    balance: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--balance",
-            metavar="MODE",
-            help="Placement of the arms with a cutoff, repeatable: off, storage, hybrid. [default: off]",
-            show_default=False,
-        ),
-    ] = None,
+    tp: Ranks = 1,
+    balance: Balances = None,
     cost: Annotated[
         Path | None,
         typer.Option(

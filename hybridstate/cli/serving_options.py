@@ -77,3 +77,13 @@ BudgetScope = Annotated[
 Control = Annotated[
     bool, typer.Option("--control/--no-control", help="Also serve prompts that share nothing.")
 ]
+Ranks = Annotated[int, typer.Option("--tp", metavar="P", help="Tensor-parallel ranks.")]
+Balances = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--balance",
+        metavar="MODE",
+        help="Placement of the arms with a cutoff, repeatable: off, storage, hybrid. [default: off]",
+        show_default=False,
+    ),
+]

@@ -230,8 +230,12 @@ class ExchangedRows:
 
     @property
     def scratch_bytes(self) -> int:
-        """See `CheckpointPool`."""
-        return self._own.scratch_bytes + self._own.slot_bytes
+        """See `CheckpointPool`: units on their way, and what a checkpoint here takes beyond a slot to pack into."""
+        route = self._exchange.route
+        moving = len(route.sent) + len(route.received_slots)
+        widths = sum(units.shape[2] for units in self._units)
+        more = max(0, self._own.slot_bytes - self.slot_bytes)
+        return self._own.scratch_bytes + more + moving * widths
 
     def pack(self, source: int, target: int) -> None:
         """See `CheckpointPool`."""
