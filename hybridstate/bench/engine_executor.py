@@ -7,6 +7,8 @@ enters the engine with its first prefill or, when all but its last token was cac
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,6 +45,39 @@ class _TimedKeys:
     def cut(self, start: int, end: int) -> Keys:
         """See `radix.Keys`."""
         return self.executor.copy_keys(self.keys, start, end)
+
+
+class _Marks:
+    """The seconds between marks, from now on: of CUDA events on a GPU, so that no step waits for the host.
+
+    What the host does behind the last one until the device has settled counts to the last.
+    """
+
+    def __init__(self, clock: Clock, device: torch.device) -> None:
+        self._clock, self._gpu = clock, device.type == "cuda"
+        self._started = clock()
+        self._marks: list[Any] = []
+        if self._gpu:
+            self.add()
+
+    def add(self) -> None:
+        """Another mark behind what was launched."""
+        if not self._gpu:
+            self._marks.append(self._clock())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+    def seconds(self) -> Seconds:
+        """One number for each mark."""
+        if not self._gpu:
+            return np.diff([self._started, *self._marks])
+        whole = self._clock() - self._started
+        pairs = pairwise(self._marks)
+        found = np.array([1e-3 * a.elapsed_time(b) for a, b in pairs])
+        found[-1] += max(0.0, whole - float(found.sum()))
+        return found
 
 
 class EngineExecutor:
@@ -85,14 +120,10 @@ class EngineExecutor:
 
     def decode(self, batch: Sequence[Request], steps: int) -> Seconds:
         """See `Executor`."""
-        seconds = np.empty(steps)
-        started = self._clock()
+        marks = _Marks(self._clock, self.serving.engine.loaded.device)
         requests = [self._of(request) for request in batch]  # the first step admits cached prompts
-        for number in range(steps):
-            self.serving.decode_step(requests)
-            ended = self._clock()
-            seconds[number], started = ended - started, ended
-        return seconds
+        self.serving.decode_steps(requests, steps, marks.add)
+        return marks.seconds()
 
     def drain(self) -> float:
         """See `Executor`."""

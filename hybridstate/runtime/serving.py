@@ -10,7 +10,7 @@ Slots belong to whoever admits: to this engine, or to a prefix cache whose `Tens
 this engine's own, poisoned when a request leaves.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -28,6 +28,8 @@ from hybridstate.runtime.tiers import Prefix
 from hybridstate.trajectories.cache import forward, linear_layers, prefill
 from hybridstate.trajectories.graphs import Replay, has_plain_attention
 
+ALIGNED: Final = 16
+"""Integers that a row of a step's inputs is padded to, so that every row begins where kernels expect it."""
 CHUNK: Final = 2048
 """Prompt tokens of one prefill call unless told."""
 
@@ -98,23 +100,22 @@ class _Batch:
     def __init__(self, engine: DecodeEngine, lines: LineCache, size: int) -> None:
         device = engine.loaded.device
 
-        def integers() -> Tensor:
-            return torch.zeros(size, dtype=torch.int64, device=device)
-
-        self.slots, self.rows, self.lengths = integers(), integers(), integers()
-        self.tokens = torch.zeros(size, 1, dtype=torch.int64, device=device)
+        self._width = -(-size // ALIGNED) * ALIGNED
+        self._inputs = torch.zeros((4, self._width), dtype=torch.int64, device=device)
+        self.slots, self.rows, self.lengths, tokens = self._inputs[:, :size]
+        self.tokens = tokens[:, None]
         self.step = PooledStep(engine, lines, self.slots, self.rows, self.lengths)
 
     def fill(self, requests: Sequence[Live]) -> None:
         """Name the requests; the rest is padding."""
-        spare = len(self.slots) - len(requests)
-        for target, values in (
-            (self.slots, [r.slot for r in requests] + [-1] * spare),
-            (self.rows, [r.line for r in requests] + [-1] * spare),
-            (self.lengths, [r.done for r in requests] + [0] * spare),
-            (self.tokens, [r.next_token for r in requests] + [0] * spare),
-        ):
-            target.copy_(torch.tensor(values, dtype=torch.int64).view(target.shape))
+        spare = self._width - len(requests)
+        values = (
+            [r.slot for r in requests] + [-1] * spare,
+            [r.line for r in requests] + [-1] * spare,
+            [r.done for r in requests] + [0] * spare,
+            [r.next_token for r in requests] + [0] * spare,
+        )
+        self._inputs.copy_(torch.tensor(values, dtype=torch.int64))
 
 
 class ServingEngine:
@@ -263,12 +264,26 @@ class ServingEngine:
             pass
 
     def decode_step(self, requests: Sequence[Live]) -> list[int]:
-        """One token for each request, greedy; all but the last token of every prompt has run.
+        """One token for each request; see `decode_steps`."""
+        return self.decode_steps(requests, 1)[0]
+
+    def decode_steps(
+        self, requests: Sequence[Live], steps: int, after: Callable[[], None] | None = None
+    ) -> list[list[int]]:
+        """`steps` tokens for each request, greedy; all but the last token of every prompt has run.
+
+        A token feeds the next step where it lies; all of them go to the host at the end, which settles the device.
+
+        Args:
+            after: called when a step has been launched.
+
+        Returns:
+            Tokens of the requests, by step.
 
         Raises:
-            UsageError: too many requests, one twice, one whose prompt has not run, or one whose line is full.
+            UsageError: no step, too many requests, one twice, one whose prompt has not run, or one whose line is full.
         """
-        if not requests or len(set(map(id, requests))) != len(requests):
+        if steps < 1 or not requests or len(set(map(id, requests))) != len(requests):
             raise UsageError("a step needs requests, each once")
         size = next((n for n in self.sizes if n >= len(requests)), None)
         if size is None:
@@ -276,18 +291,23 @@ class ServingEngine:
         for live in requests:
             if not live.ready:
                 raise UsageError(f"a prompt of {len(live.prompt)} tokens, {live.done} have run")
-            if live.done >= self.lines.length:
+            if live.done + steps > self.lines.length:
                 raise UsageError(f"a line of {self.lines.length} tokens is full")
         if size not in self._batches:
             self._batches[size] = _Batch(self.engine, self.lines, size)
         batch = self._batches[size]
         batch.fill(requests)
-        self._replay(size)
-        chosen: list[int] = batch.tokens[: len(requests), 0].tolist()
-        for live, token in zip(requests, chosen, strict=True):
-            live.done += 1
-            live.output.append(token)
-        return chosen
+        chosen = torch.empty((steps, size), dtype=torch.int64, device=self._device)
+        for number in range(steps):
+            self._replay(size)
+            chosen[number] = batch.tokens[:, 0]
+            if after is not None:
+                after()
+        found: list[list[int]] = chosen[:, : len(requests)].tolist()
+        for number, live in enumerate(requests):
+            live.done += steps
+            live.output.extend(row[number] for row in found)
+        return found
 
     def finish(self, live: Live) -> list[int]:
         """End a request; its line is poisoned, and its slot where this engine took it. Returns its output."""

@@ -187,6 +187,27 @@ def test_what_cannot_run_is_refused(loaded: LoadedModel) -> None:
         ServingEngine(server.engine, running=4, length=4, sizes=(1, 2))
 
 
+def test_several_steps_are_as_many_single_ones(loaded: LoadedModel) -> None:
+    asked, marks = prompts()[:3], []
+    server, single = serving(loaded), serving(loaded)
+    many, one = ([s.admit(p) for p in asked] for s in (server, single))
+    for live in (*many, *one):
+        assert live is not None
+        (server if live in many else single).prefill(live)
+    found = server.decode_steps(many, 4, lambda: marks.append(len(marks)))  # type: ignore[arg-type]
+    assert found == [single.decode_step(one) for _ in range(4)]  # type: ignore[arg-type]
+    assert marks == [0, 1, 2, 3]
+    for a, b in zip(many, one, strict=True):
+        assert a is not None
+        assert b is not None
+        assert (a.output, a.done) == (b.output, b.done)
+    room = server.lines.length - max(live.done for live in many if live is not None)
+    with pytest.raises(UsageError, match="is full"):
+        server.decode_steps(many, room + 1)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="a step needs requests"):
+        server.decode_steps(many, 0)  # type: ignore[arg-type]
+
+
 def test_a_full_line_ends_a_request(loaded: LoadedModel) -> None:
     server = serving(loaded)
     live = server.admit(np.ones(31, np.int32))
