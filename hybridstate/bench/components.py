@@ -1,8 +1,8 @@
 """Where the time of a decode step goes, and what its bytes alone would take.
 
 One replay of the captured step is profiled, with a ring as many as an interval has, whose mean counts; every kernel
-belongs to one component by its name, and what lies between kernels is a component too, so that they sum to the step. The
-output layer is the last matrix product of the step.
+belongs to one component by its name, and what lies between kernels is a component too, so that they sum to the step.
+The output layer is the last matrix product of the step.
 """
 
 import re
