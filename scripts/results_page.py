@@ -110,7 +110,12 @@ RESULTS: tuple[Section, ...] = (
         tables.advantage,
         findings.masks,
     ),
-    Section("What the models need their state for", "restore-*.json", tables.interventions),
+    Section(
+        "What the models need their state for",
+        "restore-*.json",
+        tables.interventions,
+        findings.needs,
+    ),
     Section("The prefix cache under random operations", "cache-stress.json", tables.stress),
     Section(
         "Answers after compressed hits",

@@ -8,10 +8,12 @@ The part that is not run stays as it is.
 """
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,6 +62,13 @@ TABLES: Final[dict[str, tuple[str, dict[str, str]]]] = {
         {"value_order": "fold"},
     ),
 }
+HOW: Final = "families: how"
+SIZE: Final = "full size"
+ORDER: Final = (HOW, *TABLES, SIZE)
+PART: Final = re.compile(
+    r"<!-- generated: (?P<name>[^(]+) \(scripts/verification\.py\) -->\n(?P<body>.*?)<!-- end -->",
+    re.S,
+)
 FULL_SIZE: Final = {
     "Qwen3-Next-80B-A3B-Instruct": ({}, {"key_order": "expand"}),
     "Qwen3.6-35B-A3B": ({},),
@@ -138,18 +147,20 @@ def measured(model: Path, place: Path, variants: Any) -> list[str]:
 
 
 def replace_part(name: str, body: str) -> None:
-    """Exchange one generated part of the page, or append it; the page is read afresh, others may have written."""
-    start, end = f"<!-- generated: {name} (scripts/verification.py) -->", "<!-- end -->"
+    """Exchange one generated part of the page; the page is read afresh, others may have written."""
     page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
-    if "<!-- generated: " not in page:
-        page = HEAD
-    part = f"{start}\n\n{body.strip()}\n\n{end}"
-    if start in page:
-        before, _, rest = page.partition(start)
-        page = before + part + rest.partition(end)[2]
-    else:
-        page = f"{page.rstrip()}\n\n{part}\n"
-    PAGE.write_text(page, encoding="utf-8")
+    parts = {found["name"]: found["body"] for found in PART.finditer(page)}
+    parts[name] = f"\n{body.strip()}\n\n"
+    PAGE.write_text(whole(parts), encoding="utf-8")
+
+
+def whole(parts: Mapping[str, str]) -> str:
+    """The page: what is compared and how first, then its tables in `ORDER`."""
+    return HEAD + "\n".join(
+        f"<!-- generated: {name} (scripts/verification.py) -->\n{parts[name]}<!-- end -->\n"
+        for name in ORDER
+        if name in parts
+    )
 
 
 def main() -> int:
@@ -171,12 +182,12 @@ def main() -> int:
             "Embedded models: calibrated on 3 x 3 texts of 128 tokens with 96 new ones, compared on 4 texts of 192 "
             "tokens of held-out prose and 32 new tokens each. Random models: calibrated on 3 x 3 texts of 24 tokens "
             "with 20 new ones (their bytes folded into the vocabulary where there is no tokenizer), compared on 2 "
-            "texts of 32 and 6 new tokens.\nolmo_hybrid as transformers saves it is refused: its convolution is split "
-            "in the wrong places.\nThe 8 to 16 value dims of a random model share one scale "
-            "group, so calibration leaves them in order and only scales\n"
-            "act there; random value orders of every kind are compared in `tests/weights/test_value_order.py`."
+            "texts of 32 and 6 new tokens. Their 8 to 16 value dims share one scale group, so calibration leaves them "
+            "in order and only scales act there; random value orders of every kind are compared in "
+            "`tests/weights/test_value_order.py`. olmo_hybrid as transformers saves it is refused: its convolution is "
+            "split in the wrong places."
         )
-        replace_part("families: how", notes)
+        replace_part(HOW, notes)
     if which in ("all", "full-size"):
         body = (
             "## Exports at full size\n\n"
@@ -184,7 +195,7 @@ def main() -> int:
             "filled with random bytes, the rest holes, so seconds are those of headers and seeks and not of a disk). "
             "Peak memory is that of the whole process, torch and numpy imported.\n\n"
         )
-        replace_part("full size", body + full_size_table() + f"\n{ran}")
+        replace_part(SIZE, body + full_size_table() + f"\n{ran}")
     return 0
 
 

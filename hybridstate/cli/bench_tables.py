@@ -80,6 +80,9 @@ def restore_tables(out: Output, result: dict[str, Any]) -> None:
                 )
                 for arm in result["interventions"]
             ],
+            note="zero-kv: keys and values of the full-attention layers zeroed before the question; zero-linear: the "
+            "recurrent states, zero-linear-conv: their convolution windows too; zero-both: KV and recurrent states; "
+            "other-prompt: the recurrent states of another prompt",
         )
     out.text(
         f"check: dense checkpoint bit-equal; {check['recompute_kl']:.2g} nats from full recomputation "

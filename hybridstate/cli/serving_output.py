@@ -19,7 +19,12 @@ def serving_tables(out: Output, result: dict[str, Any]) -> None:
         result["points"],
         note=f"{result['trace']['note']}; {result['profile']['note']}; seconds: {seconds}; "
         f"ratio: working set of {counted(result['working_set'], 'state')} over dense slots; every arm has the dense "
-        f"arm's bytes; means of {counted(result['seeds'], 'seed')} over all requests; change: mean TTFT against dense",
+        f"arm's bytes; means of {counted(result['seeds'], 'seed')} over all requests; change: mean TTFT against dense"
+        + (
+            ""
+            if result["simulated"] or _on_gpu(result)
+            else "; times on a CPU say nothing about GPUs"
+        ),
     )
     short = [
         f"{p['arm']} at ratio {p['ratio']:g}"
@@ -48,6 +53,10 @@ def serving_tables(out: Output, result: dict[str, Any]) -> None:
             result["control"],
             note="no cache can gain here; live states of fewer bytes still decode faster",
         )
+
+
+def _on_gpu(result: dict[str, Any]) -> bool:
+    return str(result["device"]["device"]).startswith("cuda")
 
 
 def _points_table(out: Output, title: str, points: list[dict[str, Any]], note: str) -> None:
