@@ -57,6 +57,14 @@ def main() -> int:
         if time.monotonic() - start > given.deadline:
             raise OutOfTime
 
+    def progress(stage: str, done: int, total: int) -> None:
+        say(f"{stage} {done}/{total}")
+        if stage == "components":
+            say(line(kept["rows"][done - 1]))
+            save()
+            if time.monotonic() - start > given.deadline:
+                raise OutOfTime
+
     def failed(state: str, batch: int, error: Exception) -> None:
         traceback.print_exception(error)
         kept.setdefault("failed", []).append([state, batch, str(error)])
@@ -77,7 +85,7 @@ def main() -> int:
             loaded,
             options,
             heldout_text(),
-            progress=lambda stage, done, total: say(f"{stage} {done}/{total}"),
+            progress=progress,
             report=report,
             failed=failed,
         )
