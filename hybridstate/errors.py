@@ -12,11 +12,31 @@ Anything else that escapes is a bug and ends with exit code 1.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 UNREADABLE: Final = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 """What JSON of another form raises while it is taken apart: `1e999` where an integer stands overflows."""
+
+
+@contextmanager
+def reading(path: Path, failed: str, *, hint: str | None = None) -> Iterator[None]:
+    """Turn what a file of another form raises while it is read and taken apart into one line.
+
+    Args:
+        path: the file.
+        failed: what could not be done with it, such as `cannot read x.json`.
+
+    Raises:
+        SourceError: it cannot be read, or holds something else.
+    """
+    try:
+        yield
+    except (OSError, IndexError, ZeroDivisionError, *UNREADABLE) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise SourceError(f"{failed}: {reason}", hint=hint, file=str(path)) from error
 
 
 def one_line(text: str) -> str:

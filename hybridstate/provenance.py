@@ -156,22 +156,26 @@ def check_output_folder(path: Path, *, force: bool = False, replaces: Sequence[s
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a place where nothing can be made; call before any work.
+    """Refuse a place where nothing can be made, by making something there; call before any work.
 
     Raises:
         UsageError: the nearest existing folder above `path` is a file or cannot be written.
-        OSError: the name is too long, or a folder above cannot be entered.
+        OSError: it fails, as with a name that is too long, or a folder above cannot be entered.
     """
     nearest = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     if not nearest.is_dir() and nearest != path.absolute():
         raise UsageError(f"cannot write {path}: {nearest} is a file", file=str(path))
-    if not os.access(nearest, os.W_OK):
+    folder = nearest if nearest.is_dir() else nearest.parent  # a file is replaced by a sibling
+    if not os.access(folder, os.W_OK):
         why = "read-only file system or missing permission"
         raise UsageError(
-            f"cannot write {path}: {nearest} refuses it ({why})",
+            f"cannot write {path}: {folder} refuses it ({why})",
             hint="choose another place with -o",
             file=str(path),
         )
+    trial = folder / f".{path.name}.partial-{secrets.token_hex(4)}"  # root may, and fails
+    trial.touch(exist_ok=False)
+    trial.unlink()
 
 
 def check_apart(path: Path, *inputs: str | Path | None) -> None:

@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridstate import __version__, provenance
+from hybridstate.cli.bench_output import check_output
 from hybridstate.errors import SourceError, UsageError
 from hybridstate.provenance import (
     canonical_json,
     check_apart,
     check_output_folder,
+    check_writable,
     environment,
     fresh_folder,
     sha256_bytes,
@@ -198,6 +200,25 @@ def test_folder_that_refuses_writing_is_found_before_the_work(
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(UsageError, match="refuses it"):
         check_output_folder(tmp_path / "out")
+
+
+def test_folder_that_only_seems_writable_is_found_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may write everywhere, and fails on a read-only file system or in /proc."""
+    check_writable(tmp_path / "out.json")
+    (tmp_path / "out.json").write_text("old")
+    check_writable(tmp_path / "out.json")
+    assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
+
+    def refused(self: Path, **_more: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "touch", refused)
+    with pytest.raises(UsageError, match="out: Read-only file system"):
+        check_output_folder(tmp_path / "out")
+    with pytest.raises(UsageError, match=r"sub/out\.json: Read-only file system"):
+        check_output(tmp_path / "sub" / "out.json", force=False)
 
 
 @pytest.mark.parametrize("replaces", [(), ("mark",)])

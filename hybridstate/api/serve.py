@@ -78,6 +78,7 @@ def bench_serve(
         MissingRequirement: a GPU was asked for and there is none, or fewer than ranks.
     """
     from hybridstate.bench.serve_workers import Peers, Setting, Worker, Workers
+    from hybridstate.bench.serving_arms import served_arms
     from hybridstate.bench.serving_setup import (
         context_limit,
         fit_points,
@@ -86,7 +87,7 @@ def bench_serve(
         profile_of,
         read_earlier,
     )
-    from hybridstate.bench.sweep import Sweep, chosen_arms, served_arms
+    from hybridstate.bench.sweep import Sweep, chosen_arms
     from hybridstate.bench.timing import device_record
     from hybridstate.checkpoint import open_checkpoint
     from hybridstate.trajectories.model import torch_device

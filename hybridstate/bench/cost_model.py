@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from hybridstate.errors import NumericError, SourceError
+from hybridstate.errors import UNREADABLE, NumericError, SourceError, reading
 
 TERMS: Final[dict[str, tuple[str, ...]]] = {
     "prefill": ("fixed", "per_token", "per_token_context"),
@@ -123,7 +123,7 @@ class CostModel:
                 given = document[kind].get("standard_errors")
                 if given is not None:
                     errors[kind] = tuple(float(given[term]) for term in terms)
-            except (KeyError, TypeError, ValueError) as error:
+            except UNREADABLE as error:
                 raise SourceError(
                     f"cost model: {kind} needs the numbers {', '.join(terms)}"
                 ) from error
@@ -141,10 +141,8 @@ class CostModel:
         Raises:
             SourceError: it cannot be read.
         """
-        try:
+        with reading(path, f"cannot read {path.name}"):
             document = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise SourceError(f"cannot read {path.name}: {error}", file=str(path)) from error
         if not isinstance(document, dict):
             raise SourceError(f"{path.name} is no cost model", file=str(path))
         return cls.from_json(document, path.name)

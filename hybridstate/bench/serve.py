@@ -10,6 +10,7 @@ settled. Packs beside the computation count where they slow it down. What the ho
 With several ranks each process serves the same requests on its heads of the same model, and the clock is one for all.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -28,6 +29,7 @@ from hybridstate.bench.recording import (
 from hybridstate.bench.scheduler import Executor, Limits, Request, Run, Scheduler
 from hybridstate.bench.serving_arms import Arm
 from hybridstate.bench.traces import Trace
+from hybridstate.errors import UsageError
 from hybridstate.plan.placement import place
 from hybridstate.plan.select import Selection
 from hybridstate.plan.store import Plan
@@ -236,8 +238,11 @@ class Bench:
         """One seed of one point.
 
         Raises:
+            UsageError: slots of more bytes than the device has.
             NumericError: another rank decided or generated otherwise; all ranks raise it.
         """
+        slots = max(pools.native, self._running), pools.packed
+        check_fits(arm, *slots, self.subject.loaded.device)
         ranks = self.subject.ranks
         serving = self._serving(arm, pools.native)
         pool = serving.engine.pool
@@ -311,6 +316,28 @@ class Bench:
             store.load(RESERVED, last.slot, Prefix(tokens.astype(np.int32), [kv]))
         for row in live:
             serving.finish(row)
+
+
+def check_fits(arm: Arm, native: int, packed: int, device: torch.device) -> None:
+    """Refuse so many slots where the device cannot hold them, before anything is allocated.
+
+    Raises:
+        UsageError: they take more bytes than it has.
+    """
+    needed = (native + RESERVED) * arm.live.full_bytes + arm.staging_bytes
+    if arm.cached is not None:
+        needed += (packed + RESERVED) * arm.cached.full_bytes
+    if device.type == "cuda":
+        held = torch.cuda.get_device_properties(device).total_memory
+    else:
+        held = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > held:
+        raise UsageError(
+            f"{arm.name}: slots of {needed / 2**30:,.1f} GiB, the {device.type} has {held / 2**30:,.1f}",
+            hint="take a larger --ratio, or a smaller --limit or --clients",
+            found=needed,
+            expected=held,
+        )
 
 
 def thinned(rows: Sequence[list[float]], kept: int = ROWS_KEPT) -> list[list[float]]:

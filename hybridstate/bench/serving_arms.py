@@ -249,6 +249,11 @@ def _of_cutoff(
     return found
 
 
+def served_arms(every: Sequence[Arm]) -> list[Arm]:
+    """The arms that an engine serves: packed units differ in size, so no exchange places them."""
+    return [arm for arm in every if arm.live_format != "damp" or arm.balance == "off"]
+
+
 def kimi_profile(seed: int = 0) -> Profile:
     """Kimi-Linear's sizes with made-up horizons that have its published retention at every cutoff.
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hybridstate.errors import SourceError, UsageError
+from hybridstate.errors import SourceError, UsageError, reading
 
 if TYPE_CHECKING:
     from hybridstate.bench.cost_model import CostModel
@@ -216,7 +216,8 @@ def read_earlier(
     """
     from hybridstate.bench.sweep import earlier
 
-    try:
+    hint = "a document of `bench serve`, whole or partial"
+    with reading(path, f"cannot read the points of {path.name}", hint=hint):
         document = json.loads(path.read_text(encoding="utf-8"))
         document = document.get("result", document)
         same = ("model", "plan_digest", "scale", "dtype")
@@ -231,12 +232,6 @@ def read_earlier(
         }
         document["device"] = document["device"]["name"]
         return earlier(document, {**wanted, "device": header["device"]["name"]})
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise SourceError(
-            f"cannot read the points of {path.name}: {error}",
-            hint="a document of `bench serve`, whole or partial",
-            file=str(path),
-        ) from error
 
 
 def recorded_fit(
@@ -247,20 +242,16 @@ def recorded_fit(
     Raises:
         SourceError: the file holds no measured points, or they were measured on another trace.
     """
-    try:
+    hint = "a document of `bench serve`"
+    with reading(path, f"cannot read measured points from {path.name}", hint=hint):
         document = json.loads(path.read_text(encoding="utf-8"))
         document = document.get("result", document)
         points = [point for point in document["points"] if "skipped" not in point]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise SourceError(
-            f"cannot read measured points from {path.name}: {error}",
-            hint="a document of `bench serve`",
-            file=str(path),
-        ) from error
-    given = document.get("trace")
+        given = document.get("trace")
+        note = "" if given is None else str(given["note"])
     if given is not None and given != trace.to_json():
         raise SourceError(
-            f"{path.name} was measured on another trace: {given.get('note')}",
+            f"{path.name} was measured on another trace: {note}",
             hint="give the same --trace, --conversations and --scale",
             file=str(path),
         )
@@ -275,7 +266,8 @@ def recorded_fit(
                 hint="give the same --clients, --think and --policy",
                 file=str(path),
             )
-    return fit_points(points, trace, options, path.name)
+    with reading(path, f"cannot fit the points of {path.name}", hint=hint):
+        return fit_points(points, trace, options, path.name)
 
 
 def fit_points(
@@ -300,7 +292,8 @@ def with_exchange(cost: "CostModel", path: Path) -> "CostModel":
     """
     from hybridstate.bench.cost_model import fit
 
-    try:
+    hint = "a document of `bench exchange`"
+    with reading(path, f"cannot read exchanges from {path.name}", hint=hint):
         document = json.loads(path.read_text(encoding="utf-8"))
         document = document.get("result", document)
         ranks, backend = int(document["protocol"]["tp"]), str(document["protocol"]["backend"])
@@ -312,12 +305,6 @@ def with_exchange(cost: "CostModel", path: Path) -> "CostModel":
             if row["remote_bytes"] and (key := (row["w_max"], row["checkpoints"])) in alone
             for kind in ("store_s", "load_s")
         ]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise SourceError(
-            f"cannot read exchanges from {path.name}: {error}",
-            hint="a document of `bench exchange`",
-            file=str(path),
-        ) from error
     longer = [row for row in found if row[1] > 0]
     fitted = fit({"exchange": longer}, path.name)
     if "exchange" not in fitted.errors:

@@ -34,6 +34,9 @@ DEFAULT_ARMS: Final = ("dense", "nr", "wr", "int8", "damp", "nr+int8", "damp+nr"
 """Kinds of arms; a cutoff follows where one belongs."""
 
 TARGET_HIT: Final = 0.5
+MOST_SLOTS: Final = 1_000_000
+"""Dense slots of a point: more states than any of these traces leaves behind."""
+
 SPARE_NATIVE: Final = 4
 """Native slots beyond the running requests' in an arm with two pools."""
 
@@ -92,6 +95,13 @@ class Options:
                 raise UsageError(f"--{name} must be at least 1", found=smallest)
         if not self.ratios or min(self.ratios) <= 0 or not np.isfinite(self.ratios).all():
             raise UsageError("--ratio must be positive", found=list(self.ratios))
+        slots = self.working_set / min(self.ratios)
+        if slots > MOST_SLOTS:
+            raise UsageError(
+                f"--ratio {min(self.ratios):g} asks for {slots:.3g} dense slots, at most {MOST_SLOTS:,}",
+                hint=f"{self.clients:,} clients leave {self.working_set:,} states behind",
+                found=min(self.ratios),
+            )
         if not 0 <= self.think < float("inf"):
             raise UsageError("--think must be at least 0 seconds", found=self.think)
         if not self.limits or min(self.limits) < 1:
@@ -416,11 +426,6 @@ def chosen_arms(every: Sequence[Arm], names: Sequence[str]) -> list[Arm]:
             hint=f"there are {', '.join(arm.name for arm in every)}",
         )
     return [arm for arm in every[1:] if wanted(arm.name, names)]
-
-
-def served_arms(every: Sequence[Arm]) -> list[Arm]:
-    """The arms that an engine serves: packed units differ in size, so no exchange places them."""
-    return [arm for arm in every if arm.live_format != "damp" or arm.balance == "off"]
 
 
 def compare(points: Sequence[dict[str, Any]]) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridstate.errors import SourceError, UsageError
+from hybridstate.errors import SourceError, UsageError, reading
 from hybridstate.runtime.radix import Tokens
 
 Encode = Callable[[str], Sequence[int]]
@@ -316,22 +316,18 @@ def read_trace(
 
 def _messages(path: Path, style: str) -> list[list[tuple[str, str]]]:
     """(role, text) of every conversation; roles are `user` and `assistant`, others are joined to the next user."""
-    try:
+    with reading(path, f"cannot read {path.name}"):
         text = path.read_text(encoding="utf-8")
         if style == "sharegpt":
             rows = json.loads(text)
         else:
             rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+    hint = (
+        "sharegpt: a list with `conversations` of {from, value}; messages: one object a line with `messages` or "
+        "`conversation` of {role, content}"
+    )
+    with reading(path, f"{path.name} is no {style} file", hint=hint):
         return [_row(row) for row in rows]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise SourceError(f"cannot read {path.name}: {error}", file=str(path)) from error
-    except (KeyError, TypeError, AttributeError) as error:
-        raise SourceError(
-            f"{path.name} is no {style} file: {type(error).__name__} {error}",
-            hint="sharegpt: a list with `conversations` of {from, value}; messages: one object a line with "
-            "`messages` or `conversation` of {role, content}",
-            file=str(path),
-        ) from error
 
 
 def _row(row: Any) -> list[tuple[str, str]]:
@@ -372,7 +368,7 @@ def _turns(
 
 def _mooncake(path: Path, *, context: int, reply: int, limit: int | None, vocabulary: int) -> Trace:
     rows: list[tuple[float, int, int, list[int]]] = []
-    try:
+    with reading(path, f"cannot read {path.name} as a Mooncake trace"):
         for line in path.read_text(encoding="utf-8").splitlines():
             if not line.strip() or (limit is not None and len(rows) == limit):
                 continue
@@ -384,10 +380,6 @@ def _mooncake(path: Path, *, context: int, reply: int, limit: int | None, vocabu
                 if not np.isfinite(at):
                     raise ValueError(f"a request at {at} seconds")
                 rows.append((at, length, output, hashes))
-    except (OSError, ValueError, OverflowError, KeyError, TypeError) as error:
-        raise SourceError(
-            f"cannot read {path.name} as a Mooncake trace: {error}", file=str(path)
-        ) from error
     if not rows:
         raise SourceError(
             f"{path.name} holds no request of at most {context:,} tokens", file=str(path)

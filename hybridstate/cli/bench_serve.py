@@ -125,6 +125,8 @@ def serve(
     with command("bench serve", model=model, json=json, quiet=quiet) as out:
         check_device(device)
         check_output(output, force=force)
+        if output is not None:
+            check_output(_partial(output), force=True)
         from hybridstate import api
 
         result = api.bench_serve(
