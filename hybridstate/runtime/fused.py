@@ -40,11 +40,14 @@ from hybridstate.trajectories.launches import (
     scaled_rows,
 )
 from hybridstate.trajectories.model import LoadedModel
+from hybridstate.trajectories.recurrence import device_prefill
 
 Advance = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """q, k `[B, Hk, K]`, v `[B, H, V]`, raw decay input `[B, H]` or `[B, H, K]`, raw strength `[B, H]` -> o `[B, H, V]`."""
 ALIGNED: Final = 8
 """Rows of a joined projection are padded to a multiple of this many: matrix kernels want 16 bytes of BF16."""
+_PROMPT: Final = 40
+"""Tokens of a trial of a prompt: more than a chunk of the recurrence."""
 _ROWS: Final = 8
 """Rows of a trial at each scale."""
 _SCALES: Final = (1.0, 1 / 4, 4.0)
@@ -147,20 +150,53 @@ class LinearStep:
         """
         from hybridstate.kernels import norms
 
-        n, batch = self._layer, len(x)
         joined = linear(x, self._joined)
         conv = norms.conv_step if by_kernels(x) else norms.conv_reference
         mixed = conv(joined[:, : self._channels], windows, self._taps, self._bias, slots)
+        q, k, v = self._operands(mixed)
+        decay = _chain(joined, *self._decay)
+        if self.fusion.dt_bias is not None and self.fusion.dt_bias.dim() == 2:
+            decay = decay.unflatten(1, (self._layer.value_heads, self._layer.key_dim))
+        return self._result(advance(q, k, v, decay, joined[:, self._strength]), joined)
+
+    def prompt(
+        self, x: Tensor, window: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The tokens of one sequence.
+
+        Args:
+            x: `[T, D]`.
+            window: `[C, W - 1]`.
+            state: FP32 `[1, H, K, V]`, None for none.
+
+        Returns:
+            `[T, D]`, window and state behind the last token.
+        """
+        from hybridstate.kernels import prefill_inputs
+
+        joined = linear(x, self._joined)
+        convolve, gates = prefill_inputs.convolve, prefill_inputs.gates
+        if not by_kernels(x):
+            convolve, gates = prefill_inputs.convolve_reference, prefill_inputs.gates_reference
+        mixed, window = convolve(joined[:, : self._channels], window, self._taps, self._bias)
+        decay = _chain(joined, *self._decay)
+        decay, strength = gates(decay, joined[:, self._strength], self.fusion)
+        q, k, v, decay, strength = (y[None] for y in (*self._operands(mixed), decay, strength))
+        o, state = device_prefill(0, q, k, v, decay, strength, state)
+        return self._result(o[0], joined), window, state
+
+    def _operands(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v by head from convolved channels."""
+        n = self._layer
         keys, all_keys = n.key_heads * n.key_dim, 2 * n.key_heads * n.key_dim
         q = mixed[:, :keys].unflatten(1, (n.key_heads, n.key_dim))
         k = mixed[:, keys:all_keys].unflatten(1, (n.key_heads, n.key_dim))
-        v = mixed[:, all_keys:].unflatten(1, (n.value_heads, n.value_dim))
-        decay = _chain(joined, *self._decay)
-        if self.fusion.dt_bias is not None and self.fusion.dt_bias.dim() == 2:
-            decay = decay.unflatten(1, (n.value_heads, n.key_dim))
-        o = advance(q, k, v, decay, joined[:, self._strength])
-        gate = _chain(joined, *self._gate).unflatten(1, (n.value_heads, n.value_dim))
-        return linear(self._norm(o, gate).reshape(batch, -1), self._out)
+        return q, k, mixed[:, all_keys:].unflatten(1, (n.value_heads, n.value_dim))
+
+    def _result(self, o: Tensor, joined: Tensor) -> Tensor:
+        """Rows of the layer's output from those of the recurrence `[B, H, V]`."""
+        gate = _chain(joined, *self._gate).unflatten(1, o.shape[1:])
+        return linear(self._norm(o, gate).reshape(len(o), -1), self._out)
 
 
 def _chain(joined: Tensor, first: slice, weights: Sequence[Tensor]) -> Tensor:
@@ -224,6 +260,38 @@ def _linear_trial(
     )
     # rows of one scale together: a head that nearly cancels magnifies roundings of its row
     return all(agree(a.flatten()[None], b.flatten()[None], dtype=loaded.dtype) for a, b in pairs)
+
+
+@torch.no_grad()
+def prompt_agrees(loaded: LoadedModel, module: Any, layer: LinearLayer, step: LinearStep) -> bool:
+    """Whether `LinearStep.prompt` gives what the module gives, from a state and from none."""
+    generator = torch.Generator().manual_seed(layer.index)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(loaded.device, loaded.dtype)
+
+    try:
+        x = draw(1, _PROMPT, module_width(module))
+        held = draw(1, layer.value_heads, layer.key_dim, layer.value_dim).float() / 10
+        window = draw(1, layer.conv_channels, layer.conv_width - 1)
+        for state in (held, None):
+            past = new_cache(loaded)
+            cached = past.layers[layer.index]
+            if state is None:
+                window = torch.zeros_like(window)
+            else:
+                padded = torch.nn.functional.pad(window, (1, 0))
+                cached.update_conv_state(padded, conv_kernel_size=padded.shape[-1])
+                cached.update_recurrent_state(state.clone())
+            expected = module(x, **{cache_name(module): past})[0]
+            found, after, ours = step.prompt(x[0], window[0], state)
+            kept = cached.conv_states[0][0, :, 1 - layer.conv_width :]
+            for a, b in ((found, expected), (ours, cached.recurrent_states[0]), (after, kept)):
+                if not agree(a.flatten()[None], b.flatten()[None], dtype=loaded.dtype):
+                    return False
+    except FAILURES:
+        return False
+    return True
 
 
 def module_width(module: Any) -> int:

@@ -161,6 +161,10 @@ class ServingEngine:
         probe = torch.zeros(1, 2, dtype=torch.int64)
         held = restore.capture(loaded, probe, prefill(loaded, probe)[1]).kv
         self.lines = LineCache(loaded, block_shapes(loaded, held), running, length)
+        self._blank = [
+            torch.zeros(n.conv_channels, n.conv_width - 1, dtype=loaded.dtype, device=loaded.device)
+            for n in loaded.spec.layers
+        ]
         self.live: list[Live] = []
         self._batches: dict[int, _Batch] = {}
         self._replay = Replay(self._run_batch, self._device)
@@ -209,7 +213,7 @@ class ServingEngine:
         rows = torch.tensor([line], device=self._device)
         for block, pair in held.items():
             self.lines.write(block, rows, 0, *pair)
-        if not hit_tokens:
+        if len(prompt) == 1:  # its first step reads the slot, a prefill from the start does not
             self._clear(slot)
         self.live.append(live)
         return live
@@ -223,30 +227,13 @@ class ServingEngine:
         stop = min(last, live.done + self.chunk)
         if stop <= live.done or live.output:
             return 0
-        pool, loaded, start = self.engine.pool, self.engine.loaded, live.done
+        pool, start = self.engine.pool, live.done
         slots = torch.tensor([live.slot], device=self._device)
-        if self._audit:
+        if self._audit and start:
             pool.require_finite(slots)
-        states, conv = pool.read(slots)
+        logits, states, conv, past = self._run_prompt(live, slots, stop)
         orders = self.engine.orders
-        past = restore.resume(
-            loaded,
-            self.lines.read(live.line, start) if start else {},
-            [order.model_states(s) for order, s in zip(orders, states, strict=True)],
-            conv,
-        )
-        tokens = live.prompt[None, start:stop]
-        with torch.no_grad():
-            logits = forward(loaded, tokens, past, logits_to_keep=1)[0, -1]
-        layers = linear_layers(past)
-        pool.write(
-            slots,
-            [o.states(n.recurrent_states[0]) for o, n in zip(orders, layers, strict=True)],
-            [
-                n.conv_states[0][..., 1 - spec.conv_width :]
-                for n, spec in zip(layers, loaded.spec.layers, strict=True)
-            ],
-        )
+        pool.write(slots, [o.states(s) for o, s in zip(orders, states, strict=True)], conv)
         rows = torch.tensor([live.line], device=self._device)
         for block in self.lines.shapes:
             held = past.layers[block]
@@ -347,6 +334,34 @@ class ServingEngine:
     def _run_batch(self, size: Any) -> None:
         batch = self._batches[size]
         batch.tokens.copy_(batch.step(batch.tokens).argmax(-1, keepdim=True))
+
+    @torch.no_grad()
+    def _run_prompt(
+        self, live: Live, slots: Tensor, stop: int
+    ) -> tuple[Tensor, list[Tensor], list[Tensor], Any]:
+        """Logits of the last token, states in model order, windows, and the cache, all at `stop`."""
+        loaded, modules, start = self.engine.loaded, self.engine.modules, live.done
+        tokens = live.prompt[None, start:stop]
+        kv = self.lines.read(live.line, start) if start else {}
+        states: list[Tensor] = []
+        conv: list[Tensor] = []
+        if start:
+            stored, conv = self.engine.pool.read(slots)
+            orders = self.engine.orders
+            states = [o.model_states(s) for o, s in zip(orders, stored, strict=True)]
+        if modules.prompts:
+            past = restore.resume(loaded, kv, [], [])
+            windows = [window[0] for window in conv] or self._blank
+            with modules.prompt(windows, states or [None] * len(windows)) as after:
+                logits = forward(loaded, tokens, past, logits_to_keep=1)
+            held = [after[layer.ordinal] for layer in loaded.spec.layers]
+            return logits[0, -1], [s for _, s in held], [w[None] for w, _ in held], past
+        past = restore.resume(loaded, kv, states, conv)
+        logits = forward(loaded, tokens, past, logits_to_keep=1)
+        layers = linear_layers(past)
+        widths = [1 - layer.conv_width for layer in loaded.spec.layers]
+        windows = [n.conv_states[0][..., w:] for n, w in zip(layers, widths, strict=True)]
+        return logits[0, -1], [n.recurrent_states[0] for n in layers], windows, past
 
     def _clear(self, slot: int) -> None:
         pool, device = self.engine.pool, self._device

@@ -4,7 +4,7 @@ Slots, lines and lengths are tensors of the batch: the step reads them anew when
 whatever requests the tensors name. A row of slot and line -1 is padding: its logits mean nothing, it touches nothing.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybridstate.errors import NumericError
 from hybridstate.kernels.dispatch import by_kernels
-from hybridstate.runtime.fused import LinearStep, expert_step, linear_step
+from hybridstate.runtime.fused import LinearStep, expert_step, linear_step, prompt_agrees
 from hybridstate.runtime.kv import LineCache, line_layer_class
 from hybridstate.trajectories.cache import forward, linear_layers, new_cache
 from hybridstate.trajectories.launches import replacement
@@ -56,6 +56,12 @@ class StepModules:
                 self.linear[ordinal] = step
                 self._modules.append((module, ordinal))
         self.replaced["linear"] = len(self.linear)
+        self.replaced["prompts"] = sum(
+            prompt_agrees(loaded, module, loaded.spec.layers[ordinal], self.linear[ordinal])
+            for module, ordinal in self._modules
+        )
+        self.prompts = self.replaced["prompts"] == len(loaded.spec.layers)
+        """Whether prompts run through every linear layer in few launches (`prompt`)."""
         inside: set[Any] = {child for module, _ in self._modules for child in module.modules()}
         for module in loaded.model.modules():
             if not type(module).__name__.endswith(("SparseMoeBlock", "MoE")):
@@ -76,20 +82,59 @@ class StepModules:
     @contextmanager
     def active(self, engine: "DecodeEngine", slots: Tensor) -> Iterator[None]:
         """Run one-token steps of these slots through the replaced modules."""
-        forwards = [
-            *self._forwards,
-            *(
-                (module, _linear_forward(self.linear[ordinal], engine, ordinal, slots))
-                for module, ordinal in self._modules
-            ),
-        ]
-        for module, found in forwards:
-            module.forward = found
-        try:
+        with _replaced(
+            [
+                *self._forwards,
+                *(
+                    (module, _linear_forward(self.linear[ordinal], engine, ordinal, slots))
+                    for module, ordinal in self._modules
+                ),
+            ]
+        ):
             yield
-        finally:
-            for module, _ in forwards:
-                del module.forward
+
+    @contextmanager
+    def prompt(
+        self, windows: Sequence[Tensor], states: Sequence[Tensor | None]
+    ) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
+        """Run the tokens of one sequence through the replaced modules.
+
+        Args:
+            windows: `[C, W - 1]` of each linear layer.
+            states: FP32 `[1, H, K, V]`, None for none.
+
+        Yields:
+            Windows and states behind the last token by ordinal, once the model has run.
+        """
+        after: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def through(step: LinearStep, ordinal: int) -> Callable[..., Any]:
+            def run(hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+                found, *held = step.prompt(hidden_states[0], windows[ordinal], states[ordinal])
+                after[ordinal] = (held[0], held[1])
+                return found[None]
+
+            return run
+
+        with _replaced(
+            [
+                *self._forwards,
+                *((module, through(self.linear[n], n)) for module, n in self._modules),
+            ]
+        ):
+            yield after
+
+
+@contextmanager
+def _replaced(forwards: Sequence[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
+    """Modules with other forwards while the context lasts."""
+    for module, found in forwards:
+        module.forward = found
+    try:
+        yield
+    finally:
+        for module, _ in forwards:
+            del module.forward
 
 
 def _mixture_forward(original: Callable[..., Any], step: Any) -> Callable[..., Any]:

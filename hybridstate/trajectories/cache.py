@@ -5,10 +5,12 @@ clones: the cache updates its own in place.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hybridstate.errors import NumericError
 
@@ -26,12 +28,17 @@ class LayerStates:
     """`[B, C, W]` each, W the convolution's kernel width; its first column is never read again."""
 
 
+ATTENTION = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+"""Attention of torch on a GPU: all kernels but cuDNN's, which plans anew at every new length of a prompt."""
+
+
 def forward(
     loaded: "LoadedModel", tokens: torch.Tensor, cache: Any, **options: Any
 ) -> torch.Tensor:
     """Logits `[B, T, vocabulary]` of `tokens [B, T]` after the cache, which advances."""
     inputs = {"input_ids": tokens.to(loaded.device), loaded.cache_argument: cache}
-    logits: torch.Tensor = loaded.model(**inputs, use_cache=True, **options).logits
+    with sdpa_kernel([*ATTENTION]) if loaded.device.type == "cuda" else nullcontext():
+        logits: torch.Tensor = loaded.model(**inputs, use_cache=True, **options).logits
     return logits
 
 

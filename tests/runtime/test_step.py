@@ -13,10 +13,10 @@ from hybridstate.kernels import dispatch
 from hybridstate.runtime import fused
 from hybridstate.runtime.engine import DecodeEngine
 from hybridstate.runtime.kv import LineCache, block_shapes
-from hybridstate.runtime.restore import Prefix, capture
+from hybridstate.runtime.restore import Prefix, capture, resume
 from hybridstate.runtime.step import PooledStep
 from hybridstate.trajectories import launches
-from hybridstate.trajectories.cache import prefill
+from hybridstate.trajectories.cache import forward, prefill, recurrent_states
 from hybridstate.trajectories.dummy import dummy_model
 from hybridstate.trajectories.model import LoadedModel
 from tests.tolerances import assert_within
@@ -58,6 +58,32 @@ def test_steps_on_lines_equal_the_model(loaded: LoadedModel, state: str) -> None
     assert engine.modules.replaced["linear"] == 3
     assert engine.modules.replaced["mixtures"] == 4 - dense
     assert engine.modules.replaced["norms"] == 0
+    assert engine.modules.replaced["prompts"] == 3
+    assert engine.modules.prompts
+
+
+@pytest.mark.slow
+def test_a_prompt_through_kernels_equals_the_model(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the interpreter, in two pieces; the recurrence is the reference's there."""
+    tokens = draw(1, 9, seed=2)
+    engine = DecodeEngine(loaded, state="fp32", slots=1)
+    modules = engine.modules
+    past, windows = resume(loaded, {}, [], []), []
+    for layer in loaded.spec.layers:
+        windows.append(torch.zeros(layer.conv_channels, layer.conv_width - 1))
+    states: list[torch.Tensor | None] = [None] * len(windows)
+    monkeypatch.setattr(dispatch, "INTERPRETED", True)
+    for piece in (tokens[:, :2], tokens[:, 2:]):
+        with torch.no_grad(), modules.prompt(windows, states) as after:
+            logits = forward(loaded, piece, past)
+        windows = [after[n][0] for n in range(len(windows))]
+        states = [after[n][1] for n in range(len(states))]
+    expected, cache = prefill(loaded, tokens, keep_logits=True)
+    assert_within(logits, expected[:, 2:], "replay-logits-f32")
+    for ours, theirs in zip(states, recurrent_states(cache), strict=True):
+        assert_within(ours, theirs, "replay-logits-f32")
 
 
 @pytest.mark.slow
