@@ -12,14 +12,14 @@ import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 from hybridstate import __version__
-from hybridstate.errors import SourceError, UsageError
+from hybridstate.errors import PlanMismatch, SourceError, UsageError
 
 PACKAGES: Final = (
     "torch",
@@ -69,6 +69,31 @@ def sha256_file(path: Path) -> str:
     except OSError as error:
         raise SourceError(f"{path}: {error.strerror}", file=str(path)) from error
     return digest.hexdigest()
+
+
+def check_digests(
+    file: Path, recorded: Mapping[str, Any], digests: Mapping[str, str], *, hint: str
+) -> None:
+    """Refuse a recording of another checkpoint.
+
+    Args:
+        recorded: digests of the parts of the checkpoint that `file` was measured on.
+        digests: those of the checkpoint in hand.
+
+    Raises:
+        PlanMismatch: one differs.
+    """
+    for part, digest in digests.items():
+        if recorded.get(part) != digest:
+            raise PlanMismatch(
+                f"{file} was measured on another checkpoint: {part} digest "
+                f"{str(recorded.get(part, '-'))[:12]}, this one has {digest[:12]}",
+                hint=hint,
+                file=str(file),
+                digest=part,
+                found=recorded.get(part),
+                expected=digest,
+            )
 
 
 def environment(**device: Any) -> dict[str, Any]:

@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridstate.checkpoint import Checkpoint
-from hybridstate.errors import UNREADABLE, PlanMismatch, SourceError, UsageError
+from hybridstate.errors import UNREADABLE, SourceError, UsageError
+from hybridstate.provenance import check_digests
 
 F64 = NDArray[np.float64]
 Objective = Literal["rank", "median"]
@@ -220,17 +221,7 @@ def read_gate_input(
             file=str(file),
             expected="result.validation.gate_input_choices",
         ) from error
-    for part, digest in digests.items():
-        if recorded.get(part) != digest:
-            raise PlanMismatch(
-                f"{file} was measured on another checkpoint: {part} digest "
-                f"{str(recorded.get(part, '-'))[:12]}, this one has {digest[:12]}",
-                hint=again,
-                file=str(file),
-                digest=part,
-                found=recorded.get(part),
-                expected=digest,
-            )
+    check_digests(file, recorded, digests, hint=again)
     if flat:
         raise UsageError(
             f"{file}: the objective {chosen} was flat over the grid, so it chose no gate input",

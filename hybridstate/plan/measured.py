@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, get_args
 
 from hybridstate.errors import UNREADABLE, PlanMismatch, SourceError, UsageError
 from hybridstate.plan.select import Selection
-from hybridstate.provenance import sha256_bytes
+from hybridstate.provenance import check_digests, sha256_bytes
 
 LoadPolicy = Literal["nr", "wr"]
 LOAD_POLICIES: Final[tuple[LoadPolicy, ...]] = get_args(LoadPolicy)
@@ -157,17 +157,7 @@ def read_measured(path: str | Path, digests: Mapping[str, str], *, policy: str =
             file=str(file),
             expected="result.model_digests, result.protocol and result.arms",
         ) from error
-    for part, digest in digests.items():
-        if recorded.get(part) != digest:
-            raise PlanMismatch(
-                f"{file} was measured on another checkpoint: {part} digest "
-                f"{str(recorded.get(part, '-'))[:12]}, this one has {digest[:12]}",
-                hint=_AGAIN,
-                file=str(file),
-                digest=part,
-                found=recorded.get(part),
-                expected=digest,
-            )
+    check_digests(file, recorded, digests, hint=_AGAIN)
     return found
 
 
