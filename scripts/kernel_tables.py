@@ -9,7 +9,11 @@ from tables import Result, markdown, percent, times
 FORM_BATCHES = (256, 64, 16, 8, 4, 1)
 PASS_NAMES = {"packed": "packed bytes", "bf16": "16-bit bytes", "fp32": "FP32 bytes"}
 RIVAL_BATCHES = (1, 8, 64, 128, 256, 1024)
-RIVAL_STATES = ("damp", "damp, every 8, mixed")
+RIVAL_STATES = {
+    "damp": "DAMP",
+    "damp-scaled": "DAMP with a value scale",
+    "damp, every 8, mixed": "DAMP, L = 8",
+}
 """Of the table of rivals; the recorded file has all."""
 PHASE_NAMES = ("mixed", "aligned", "aligned, two kernels")
 
@@ -172,7 +176,7 @@ def rivals(result: Result) -> str:
         [
             entry["dims"],
             str(entry["batch"]),
-            entry.get("state", "damp"),
+            RIVAL_STATES[entry.get("state", "damp")],
             f"{1e6 * entry['damp_s']:.3g}",
             *(times(entry["fastest"].get(c, {}).get("over_damp")) for c in columns),
         ]

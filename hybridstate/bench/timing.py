@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,6 +125,15 @@ def measure_launches(
         torch.cuda.synchronize()
         seconds.append(start.elapsed_time(end) * 1e-3 / len(launches))
     return Samples(seconds)
+
+
+def in_place_pass(
+    nbytes: int, sets: int, *, device: torch.device | str, warmup: int, repeat: int
+) -> Samples:
+    """Seconds of `x += 1`, which reads and writes `nbytes` together, over `sets` places in turn."""
+    memory = torch.ones(sets, -(-nbytes // 8), dtype=torch.float32, device=device)
+    launches = [partial(part.add_, 1.0) for part in memory]
+    return measure_launches(launches, device=device, warmup=warmup, repeat=repeat)
 
 
 def capture(call: Callable[[], Any]) -> "torch.cuda.CUDAGraph":

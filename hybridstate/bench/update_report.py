@@ -105,7 +105,7 @@ class UpdateReport:
         return [
             x
             for x in self.speedups()
-            if x["state"].startswith("damp")
+            if _is_packed(x["state"])
             and x["batch"] >= LEAST_WANTED_BATCH
             and x["fp32_over_this"] < 1.0
         ]
@@ -113,11 +113,12 @@ class UpdateReport:
     def fastest(self) -> list[dict[str, Any]]:
         """The packed step beside the fastest kernel, ours or a peer's, of each width of a state.
 
-        One entry per dimensions, batch and gate, and per ring length and phases where states are requantised later;
+        One entry per dimensions, batch, gate and packed format (`damp`, `damp-scaled`), and per ring length and
+        phases where states are requantised later;
         by width (fp32, 16-bit) and by where the new state goes
         (in_place, out_of_place): who, seconds, and the ratio of its time to the packed step's.
         """
-        packed: list[UpdateRow | RingRow] = [r for r in self.rows if r.state == "damp"]
+        packed: list[UpdateRow | RingRow] = [r for r in self.rows if _is_packed(r.state)]
         packed += self.rings
         return [
             {
@@ -152,7 +153,7 @@ def fastest_rivals(
     found: list[tuple[str, str, float]] = [
         (f"{_width(r.state)}, in place", f"ours: {r.configuration}", r.step.median)
         for r in rows
-        if (r.dims, r.batch, r.gate) == (row.dims, row.batch, row.gate) and r.state != "damp"
+        if (r.dims, r.batch, r.gate) == (row.dims, row.batch, row.gate) and not _is_packed(r.state)
     ]
     found += [
         (
@@ -169,6 +170,10 @@ def fastest_rivals(
         over = seconds / row.step.median
         best.setdefault(column, {"who": who, "seconds": seconds, "over_damp": over})
     return best
+
+
+def _is_packed(state: str) -> bool:
+    return state.startswith("damp")
 
 
 def _width(state: str) -> str:

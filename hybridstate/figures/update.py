@@ -11,6 +11,7 @@ _STATES: Final = {
     "bf16": ("BF16", COLOURS[1], "s"),
     "fp16": ("FP16", COLOURS[4], "^"),
     "damp": ("DAMP, every step", COLOURS[0], "D"),
+    "damp-scaled": ("DAMP with a value scale", COLOURS[0], "x"),
 }
 _RING_COLOURS: Final = (COLOURS[2], COLOURS[3], COLOURS[5])
 _PHASES: Final = "mixed"

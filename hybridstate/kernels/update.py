@@ -350,10 +350,12 @@ def check_step(
         *on_device, out, scale.to(device) if scaled else None, layout, fusion.to(device)
     )
     q, k, g, beta = fusion.derive(q.double(), k.double(), g.double(), beta.double())
-    return _compare((q, k, v, g, beta), slots, scale, pool, on_device[5].cpu(), out.cpu(), layout)
+    return compare_step(
+        (q, k, v, g, beta), slots, scale, pool, on_device[5].cpu(), out.cpu(), layout
+    )
 
 
-def _compare(
+def compare_step(
     vectors: tuple[Tensor, ...],
     slots: Tensor,
     scale: Tensor,
@@ -362,7 +364,10 @@ def _compare(
     out: Tensor,
     layout: Layout,
 ) -> StepCheck:
-    """Errors of a step's output and pool against the float64 recurrence on the stored state."""
+    """Errors of a step's output and pool (before, after) against the float64 recurrence, all on one device.
+
+    `vectors` are q, k, v and derived gates; `scale` is the value scale [H, V], ones where there is none.
+    """
     live, scale = slots >= 0, scale.double().unsqueeze(-2)
     rows = slots[live]
     state = layout.unpack(before[rows]).double() * scale
@@ -374,7 +379,7 @@ def _compare(
         float((x - y).norm() / y.norm())
         for x, y in ((out[live].double(), o), (found, exact), (best, exact))
     )
-    untouched = torch.ones(before.shape[0], dtype=torch.bool)
+    untouched = torch.ones(before.shape[0], dtype=torch.bool, device=before.device)
     untouched[rows] = False
     limit = storage_error * STATE_MARGIN + 1e-6
     problem = None

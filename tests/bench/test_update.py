@@ -3,15 +3,18 @@
 import json
 import os
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from hybridstate.bench import update as bench
+from hybridstate.bench import update_forms as forms
 from hybridstate.bench.layers import random_inputs
 from hybridstate.bench.timing import Samples
 from hybridstate.bench.update import UpdateDims, UpdateReport, run_update
 from hybridstate.errors import MissingRequirement, NumericError, UsageError
+from hybridstate.kernels.layout import DenseLayout, PackedLayout
 
 SMALL = UpdateDims("small", "gdn", 1, 3, 16, 24, k_hi=8)
 CHANNELS = UpdateDims("channels", "kda", 2, 2, 8, 40, k_hi=0)
@@ -26,7 +29,7 @@ def test_every_format_runs_on_a_cpu_and_says_it_is_the_reference(report: UpdateR
     assert [(r.dims.name, r.batch, r.state) for r in report.rows] == [
         (dims, batch, state)
         for dims in ("small", "channels")
-        for state in ("fp32", "bf16", "fp16", "damp")
+        for state in ("fp32", "bf16", "fp16", "damp", "damp-scaled")
         for batch in (1, 2)
     ]
     assert {r.backend for r in report.rows} == {"reference"}
@@ -86,7 +89,9 @@ def test_gates_from_raw_projections_are_rows_of_their_own() -> None:
     layer = replace(CHANNELS, lower_bound=-5.0)
     found = run_update(dims=(layer,), batches=(1,), gates=("fused", "given"), samples=1)
     assert [(r.gate, r.state) for r in found.rows] == [
-        (gate, state) for gate in ("fused", "given") for state in ("fp32", "bf16", "fp16", "damp")
+        (gate, state)
+        for gate in ("fused", "given")
+        for state in ("fp32", "bf16", "fp16", "damp", "damp-scaled")
     ]
     with pytest.raises(UsageError, match="unknown gate"):
         run_update(dims=(layer,), batches=(1,), gates=("neither",), samples=1)
@@ -99,7 +104,7 @@ def test_a_wrong_step_ends_the_bench_before_anything_is_timed(
         out.zero_()
 
     timed: list[object] = []
-    monkeypatch.setattr(bench.Configuration, "step", lambda self: wrong)
+    monkeypatch.setattr(forms.Configuration, "step", lambda self: wrong)
     monkeypatch.setattr(bench, "measure_launches", lambda *a, **k: timed.append(a))
     with pytest.raises(NumericError, match=r"small, fp32, reference.* nothing is reported"):
         run_update(dims=(SMALL,), batches=(1,), samples=1)
@@ -107,9 +112,9 @@ def test_a_wrong_step_ends_the_bench_before_anything_is_timed(
 
 
 def test_overlap_reaches_every_kernel_that_has_it() -> None:
-    dense = bench.Configuration("triton", bench.DenseLayout(16, 24), 8, 1, overlap=2)
+    dense = forms.Configuration("triton", DenseLayout(16, 24), 8, 1, overlap=2)
     assert dense.step().keywords == {"columns": 8, "warps": 1, "overlap": 2}  # type: ignore[attr-defined]
-    plain = bench.Configuration("triton", bench.PackedLayout(16, 24, 8), overlap=2)
+    plain = forms.Configuration("triton", PackedLayout(16, 24, 8), overlap=2)
     assert not hasattr(plain.step(), "keywords")
     assert not hasattr(replace(plain, backend="reference").step(), "keywords")
     found = run_update(dims=(SMALL,), batches=(1,), formats=("damp",), samples=1, overlap=True)
@@ -121,6 +126,10 @@ def test_deferred_requantisation_is_timed_beside_the_other_formats() -> None:
     found = run_update(
         dims=(SMALL, CHANNELS), batches=(2,), formats=("fp32", "damp"), requantise_every=(2, 4), samples=1,
     )  # fmt: skip
+    few = run_update(
+        dims=(SMALL,), batches=(1, 2), formats=("damp",), requantise_every=(2,), ring_batches=(2,), samples=1,
+    )  # fmt: skip
+    assert [r.batch for r in few.rings] == [2, 2]
     assert [(r.dims.name, r.every, r.phases) for r in found.rings] == [
         (name, every, phases)
         for name in ("small", "channels")
@@ -185,33 +194,75 @@ def test_progress_counts_every_row() -> None:
 @pytest.mark.gpu
 def test_a_gpu_tunes_dense_formats_and_runs_the_packed_kernel() -> None:
     dims = UpdateDims("gdn", "gdn", 2, 4, 128, 128)
-    found = run_update(dims=(dims,), batches=(4,), device="cuda", samples=5)
-    rows = {row.state: row for row in found.rows}
-    assert rows["damp"].backend in ("gluon", "triton")
-    assert len(rows["fp32"].tried) == 7
-    assert len(rows["bf16"].tried) == 8
+    found = run_update(dims=(dims,), batches=(4, 256), device="cuda", samples=3)
+    rows = {(row.state, row.batch): row for row in found.rows}
+    assert {rows[state, 256].backend for state in ("damp", "damp-scaled")} == {"gluon"}
+    assert rows["damp-scaled", 4].configuration.endswith(", 32 columns, 4 warps, value scale")
+    assert [len(rows[state, 4].tried) for state in ("fp32", "bf16", "damp")] == [3, 2, 0]
+    assert len(rows["bf16", 256].tried) == 2
+    assert rows["bf16", 256].memory_pass == rows["fp16", 256].memory_pass
     ring = run_update(
         dims=(dims,), batches=(4,), formats=("damp",), requantise_every=(4,), overlap=True,
         device="cuda", samples=3,
     ).rings  # fmt: skip
     assert [(x.phases, x.backend) for x in ring] == [("mixed", "gluon"), ("aligned", "gluon")]
-    assert rows["fp32"].pools * 4 * 4 * 128 * 128 * 4 >= 4 * found.device["l2_bytes"]
+    assert rows["fp32", 4].pools * 4 * 4 * 128 * 128 * 4 >= 4 * found.device["l2_bytes"]
 
 
 @pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="Triton's interpreter is off: a GPU is here"
 )
-@pytest.mark.parametrize("state", ["fp32", "fp16", "damp"])
+@pytest.mark.parametrize("state", ["fp32", "fp16", "damp", "damp-scaled"])
 def test_every_configuration_a_gpu_would_time_is_right(
     state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(bench.update, "backend", lambda device, layout: "triton")
+    monkeypatch.setattr(forms.update, "backend", lambda device, layout: "triton")
     layer, cpu = replace(CHANNELS, k_hi=4), torch.device("cpu")
-    found = bench._configurations(layer, state, cpu)
-    assert len({c.label for c in found}) == len(found) == (1 if state == "damp" else 7)
+    found = forms.configurations(layer, state, 2, cpu)
+    assert len({c.label for c in found}) == len(found) == (1 if state.startswith("damp") else 5)
+    errors = forms.checked(found, layer, state, cpu, fused=True)
+    assert list(errors) == found
     for configuration in found:
-        bench._checked(configuration, layer, state, cpu, fused=True)
         inputs = random_inputs(layer, 2, cpu, seed=0)
         bench._launches(configuration, layer, 2, 2, inputs, seed=0)[1]()
         assert torch.isfinite(inputs[-1]).all()
+
+
+def test_known_dimensions_try_what_can_win_at_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forms.update, "backend", lambda device, layout: "triton")
+    layer = UpdateDims("known", "kda", 32, 32, 128, 128)
+
+    def orders(state: str, batch: int) -> list[tuple[str, int | None]]:
+        found = forms.configurations(layer, state, batch, torch.device("cpu"))
+        return [(c.layout.order, c.columns) for c in found]
+
+    assert orders("fp32", 1) == [("rows", 16), ("columns", 8), ("tiles", 8)]
+    assert orders("fp32", 256) == [("columns", 8), ("columns", 16), ("tiles", 8)]
+    assert orders("fp16", 8) == [("columns", 8), ("columns", 16), ("columns", 32), ("tiles", 8)]
+    assert orders("bf16", 256) == [("columns", 8)]
+
+
+def test_a_value_scale_is_a_format_of_its_own() -> None:
+    """`damp` has none: exports fold it into the weights."""
+    cpu, scales = torch.device("cpu"), []
+    for state in ("damp", "damp-scaled"):
+        (found,) = forms.configurations(SMALL, state, 1, cpu)
+        (launch,) = bench._launches(found, SMALL, 1, 1, random_inputs(SMALL, 1, cpu, 0), seed=0)
+        scales.append(launch.args[8])  # type: ignore[attr-defined]
+    assert scales[0] is None
+    assert scales[1].shape == (3, 24)
+
+
+def test_equal_bytes_are_passed_over_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[int] = []
+    measured = bench.in_place_pass
+
+    def counted(nbytes: int, *sets: int, **timing: Any) -> Samples:
+        passes.append(nbytes)
+        return measured(nbytes, *sets, **timing)
+
+    monkeypatch.setattr(bench, "in_place_pass", counted)
+    found = run_update(dims=(SMALL,), batches=(1,), formats=("bf16", "fp16", "damp"), samples=1)
+    assert passes == [found.rows[0].state_bytes, found.rows[2].state_bytes]
+    assert found.rows[0].memory_pass is found.rows[1].memory_pass
