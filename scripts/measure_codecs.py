@@ -1,10 +1,13 @@
 """Check, time and tune the state transfers on one GPU within a deadline; every line is printed and stored at once.
 
     python scripts/measure_codecs.py RESULT.json [--deadline 85] [--skip-tests] [--skip-tuning]
+    python scripts/measure_codecs.py RESULT.json --ragged
+    python scripts/measure_codecs.py --compile 4,16|tokens
 
 First the GPU tests of the transfers run in parallel processes beside others that compile the variants to be timed, so
-that the timed process finds them compiled; then `bench codecs` runs alone, then launch shapes are compared, then
-several tokens in one launch with as many single steps.
+that the timed process finds them compiled; with --skip-tests neither runs and --compile may have been used before.
+Then `bench codecs` runs alone, then several tokens in one launch beside as many single steps, then launch shapes are
+compared. --ragged only checks and times the transfer from ragged FP32 rows to packed slots in every launch shape.
 """
 
 import argparse
@@ -50,12 +53,23 @@ TUNED = (
 )
 
 
+RAGGED_SHAPES: tuple[dict[str, int], ...] = (
+    {"num_warps": 1},
+    {"num_warps": 2},
+    {"num_warps": 2, "maxnreg": 48},
+    {"num_warps": 4},
+    {"num_warps": 4, "maxnreg": 32},
+    {"num_warps": 8},
+)
+
+
 class Record:
     """The result file, rewritten after every entry."""
 
     def __init__(self, path: Path, deadline: float) -> None:
         self.path, self.end, self.start = path, time.monotonic() + deadline, time.monotonic()
-        self.found: dict[str, Any] = {"tests": [], "codecs": [], "shapes": [], "tokens": []}
+        names = ("tests", "codecs", "shapes", "tokens", "ragged")
+        self.found: dict[str, Any] = {name: [] for name in names}
 
     def add(self, part: str, entry: dict[str, Any], line: str) -> None:
         """Store and print one entry."""
@@ -70,24 +84,15 @@ class Record:
         return self.end - time.monotonic()
 
 
-def run_processes(record: Record, tests: bool, tuning: bool) -> None:
-    """Tests and compilation side by side; what has not ended at the deadline is ended."""
+def run_processes(record: Record, tuning: bool) -> bool:
+    """Tests and compilation side by side; True if a test failed or did not end.
+
+    A compilation that the deadline ends only means that the timed process compiles what is left.
+    """
     jobs: list[tuple[str, list[str]]] = []
-    if tests:
-        for path, names in TESTS:
-            pytest = [
-                "-m",
-                "pytest",
-                "-q",
-                "-W",
-                "ignore",
-                "-p",
-                "no:cacheprovider",
-                path,
-                "-k",
-                names,
-            ]
-            jobs.append((f"{Path(path).stem}: {names}", pytest))
+    options = ["-q", "-W", "ignore", "-p", "no:cacheprovider"]
+    for path, names in TESTS:
+        jobs.append((f"{Path(path).stem}: {names}", ["-m", "pytest", *options, path, "-k", names]))
     script = str(Path(__file__).resolve())
     jobs.append(("compile", [script, "--compile", "4,16"]))
     jobs.append(("compile tokens", [script, "--compile", "tokens"]))
@@ -116,6 +121,7 @@ def run_processes(record: Record, tests: bool, tuning: bool) -> None:
             entry["output"] = output[-4000:]
             print(output[-3000:], flush=True)
         record.add("tests", entry, f"{name}: exit {process.returncode}, {tail}")
+    return any(x["exit"] and not x["name"].startswith("compile") for x in record.found["tests"])
 
 
 def shape(warps: int, rows: int) -> None:
@@ -232,6 +238,47 @@ def time_tokens(layout: Any, kind: str, batch: int, count: int) -> tuple[Any, An
     return many, measure_launches([each], device="cuda", repeat=10)
 
 
+def ragged(record: Record) -> bool:
+    """Ragged FP32 rows to packed slots in every launch shape: bytes against the torch twin, then times.
+
+    Returns:
+        Whether any shape gave other bytes or did not run.
+    """
+    from dataclasses import replace
+
+    import torch
+
+    from hybridstate.bench.codec_work import KIMI_LINEAR, QWEN3_NEXT, Workload
+    from hybridstate.bench.codecs import compared_bytes
+    from hybridstate.bench.timing import in_place_pass, measure_launches
+    from hybridstate.kernels import pack
+
+    failed, device, cpu = False, torch.device("cuda"), torch.device("cpu")
+    for size in (KIMI_LINEAR, QWEN3_NEXT):
+        small = replace(size, layers=2)
+        truth = Workload(small, 2, cpu, 0, "reference", host_states=True).ragged_load()
+        tried = Workload(small, 2, device, 0, "auto", host_states=True).ragged_load()
+        work = [Workload(size, 8, device, seed, "auto").ragged_load() for seed in range(2)]
+        memory_pass = in_place_pass(work[0].nbytes, 2, device=device, warmup=3, repeat=20).median
+        for options in RAGGED_SHAPES:
+            pack.RAGGED_OPTIONS = options
+            name = f"{size.name} {', '.join(f'{k} {v}' for k, v in options.items())}"
+            entry: dict[str, Any] = {"model": size.name, "options": options}
+            try:
+                compared, different = compared_bytes(truth, tried)
+                found = measure_launches([x.run for x in work], device=device, repeat=20)
+            except Exception as error:  # one variant must not end the others
+                failed = True
+                record.add("ragged", entry | {"error": str(error)}, f"{name}: {error}"[:300])
+                continue
+            failed |= different > 0
+            share = memory_pass / found.median
+            entry |= {"launch_s": found.to_json(), "share_of_pass": share, "different": different}
+            line = f"{1e6 * found.median:.1f} us, {100 * share:.1f} % of the in-place pass"
+            record.add("ragged", entry, f"{name}: {line}, {different} of {compared} bytes differ")
+    return failed
+
+
 def main() -> int:
     """Exit code 1 if a test or the check failed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -239,7 +286,8 @@ def main() -> int:
     parser.add_argument("--deadline", type=float, default=85)
     parser.add_argument("--skip-tests", action="store_true")
     parser.add_argument("--skip-tuning", action="store_true")
-    parser.add_argument("--compile", help=argparse.SUPPRESS)
+    parser.add_argument("--ragged", action="store_true", help="that one transfer in every shape")
+    parser.add_argument("--compile", metavar="WARPS,ROWS|tokens", help="compile and time nothing")
     given = parser.parse_args()
     if given.compile == "tokens":
         for layout, kind in itertools.product(token_layouts(), ("gdn", "kda")):
@@ -250,12 +298,13 @@ def main() -> int:
         compile_variants(warps, rows)
         return 0
     record = Record(given.result or Path("codecs-gpu.json"), given.deadline)
-    run_processes(record, not given.skip_tests, not given.skip_tuning)
+    if given.ragged:
+        return int(ragged(record))
+    failed = False if given.skip_tests else run_processes(record, not given.skip_tuning)
     from hybridstate.bench.codecs import run_codecs
 
-    failed = any(entry["exit"] for entry in record.found["tests"])
     for size in ("kimi-linear", "qwen3-next"):
-        if record.left < 15 and size != "kimi-linear":
+        if record.left < 12 and size != "kimi-linear":
             break
         try:
             report = run_codecs(

@@ -27,6 +27,7 @@ from hybridstate.kernels.transfer_tables import CheckpointForm, LayerSet, RowTab
 
 SLOT_BYTES: Final = 16
 """Two int64 slot numbers of one batch row."""
+RAGGED_LOAD: Final = "fp32, ragged to packed slots"
 INDEX_BYTES: Final = 8
 """Row and position of one kept row, read once."""
 
@@ -120,6 +121,10 @@ class Workload:
     def transfers(self) -> list[Transfer]:
         """All operations, each with buffers of its own so that one does not depend on another having run."""
         return [*self._packs("fragment"), *self._packs("natural"), *self._rows(), *self._others()]
+
+    def ragged_load(self) -> Transfer:
+        """The one from FP32 checkpoint rows to packed slots."""
+        return next(x for x in self._others() if x.name == RAGGED_LOAD)
 
     # -- packed --------------------------------------------------------------------------------
 
@@ -293,7 +298,7 @@ class Workload:
                 (rows,),
             ),
             Transfer(
-                "fp32, ragged to packed slots",
+                RAGGED_LOAD,
                 load,
                 self.count * (packed + checkpoint) + fixed,
                 target.tensors,
