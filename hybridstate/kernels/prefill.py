@@ -68,40 +68,33 @@ def prefill(
     batch, tokens, heads, value_dim = v.shape
     key_heads, key_dim = q.shape[-2:]
     per_channel, owners = g.dim() == 4, batch * heads
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    g = g.contiguous() if per_channel and g.stride(-1) != 1 else g
+    q, k, v, g, beta = (_rows(x) for x in (q, k, v, g, beta))
     wide, padded = _padded(key_dim), _padded(value_dim)
-    token_bytes = 4 * owners * (3 * wide + padded + CHUNK)
-    segment = max(CHUNK, SEGMENT_BYTES // token_bytes // CHUNK * CHUNK)
-    chunks = -(-min(tokens, segment) // CHUNK)
-
-    def scratch(*shape: int) -> Tensor:
-        return torch.empty((owners * chunks, *shape), dtype=torch.float32, device=v.device)
-
-    reads, queries, keys = (scratch(CHUNK, wide) for _ in range(3))
-    values, pairs = scratch(CHUNK, padded), scratch(CHUNK, CHUNK)
-    last = scratch(wide) if per_channel else scratch()
+    chunk_values = CHUNK * (3 * wide + padded + CHUNK) + wide
+    chunks = min(-(-tokens // CHUNK), max(1, SEGMENT_BYTES // (4 * owners * chunk_values)))
+    scratch = torch.empty(owners * chunks * chunk_values, dtype=torch.float32, device=v.device)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     shape = (batch, heads, key_dim, value_dim)
     state = torch.empty(shape, dtype=torch.float32, device=v.device)
     before = state if initial_state is None else initial_state.float().contiguous()
     common = {
-        "H": heads, "K": key_dim, "V": value_dim, "KP": wide, "VP": padded, "S": _slices(wide), "C": CHUNK,
-        "KDA": per_channel, "PRECISION": precision,
+        "H": heads, "K": key_dim, "V": value_dim, "KP": wide, "VP": padded, "C": CHUNK, "KDA": per_channel,
+        "PRECISION": precision,
     }  # fmt: skip
-    warps = min(8, max(4, common["S"]))
-    strides = [step for x in (q, k, v, g, beta) for step in x.stride()[:3]]
-    for first in range(0, tokens, segment):
-        run = -(-min(tokens - first, segment) // CHUNK)
+    slices = _slices(wide, 4)
+    warps = min(8, max(4, slices))
+    most = 8 if per_channel else warps  # a decay per channel needs the registers of eight warps
+    prepared = {"S": _slices(wide, most), "VS": _slices(padded, most), "num_warps": most}
+    strides = [step for x in (q, k, v, g, beta) for step in x.stride()[:2]]
+    for first in range(0, tokens, chunks * CHUNK):
+        run = min(chunks, -(-(tokens - first) // CHUNK))
         prepare_kernel[(run, owners)](
-            q, k, v, g, beta, reads, values, pairs, queries, keys, last, *strides,
-            tokens, first, key_dim**-0.5, EPS=L2_EPSILON, HK=key_heads, VS=_slices(padded),
-            LEVELS=CHUNK.bit_length() - 1, **common, num_warps=8 if per_channel else warps,
+            q, k, v, g, beta, scratch, *strides, tokens, first, SCALE=key_dim**-0.5, EPS=L2_EPSILON,
+            HK=key_heads, LEVELS=CHUNK.bit_length() - 1, **common, **prepared,
         )  # fmt: skip
         scan_kernel[(-(-value_dim // COLUMNS), owners)](
-            reads, values, pairs, queries, keys, last, before, out, state, *out.stride()[:3],
-            tokens, first, run, BV=COLUMNS, ZERO=initial_state is None and first == 0, STAGES=2,
-            **common, num_warps=warps,
+            scratch, before, out, state, tokens, first, run, BV=COLUMNS, S=slices,
+            ZERO=initial_state is None and first == 0, STAGES=2, **common, num_warps=warps,
         )  # fmt: skip
         before = state
     return out, state
@@ -178,11 +171,17 @@ def draw(
     return (q.to(dtype), k.to(dtype), v.to(dtype), g, beta), state
 
 
+def _rows(x: Tensor) -> Tensor:
+    """The tensor with the heads of a token contiguous; tokens may lie apart."""
+    inner = x.stride()[2:] == ((x.shape[3], 1) if x.dim() == 4 else (1,))
+    return x if inner else x.contiguous()
+
+
 def _padded(width: int) -> int:
     """The next power of two from 16 on."""
     return max(16, 1 << (width - 1).bit_length())
 
 
-def _slices(width: int) -> int:
-    """Slices of a padded width: of 32 where four or more of them come out, never below 16."""
-    return width // max(16, min(32, width // 4))
+def _slices(width: int, most: int) -> int:
+    """Slices of a padded width: `most` of 16 to 32, or as many of 32 or 16 as there are."""
+    return width // max(16, min(32, width // most))

@@ -18,8 +18,10 @@ from typing import Final
 import triton
 import triton.language as tl
 
-BATCHES: Final = ("q_batch", "k_batch", "v_batch", "g_batch", "b_batch", "o_batch")
+BATCHES: Final = ("q_batch", "k_batch", "v_batch", "g_batch", "b_batch")
 """Strides that depend on the length of a prompt; like it, they must not make another kernel."""
+FLOOR = tl.constexpr(-100.0)
+"""Log decay of one token and channel that float32 takes for nothing left: exp(-100) = 4e-44."""
 
 
 @triton.jit
@@ -47,53 +49,63 @@ def _units(x, step, live, inside, tokens, cols, EPS: tl.constexpr):
 
 
 @triton.jit
-def _channel_products(
-    qp, kp, g, q_step, k_step, g_step, live, row, col, SCALE, EPS: tl.constexpr, K: tl.constexpr,
-    KP: tl.constexpr,
-):  # fmt: skip
-    """k k^T and q k^T with the decay of every channel between, one column after the other from the last to the first.
+def _sums(mask, decay, S: tl.constexpr, PRECISION: tl.constexpr):
+    """Sums `[S, C, channels]` of the log decays of those tokens that a row of `mask [C, C]` names."""
+    C: tl.constexpr = mask.shape[0]
+    chosen = tl.broadcast_to(tl.where(mask, 1.0, 0.0)[None, :, :], (S, C, C))
+    return _dot(chosen, decay, PRECISION)
 
-    `qp`, `kp` and `g` point at the chunk's first token; entries above the diagonal mean nothing.
+
+@triton.jit
+def _channel_products(
+    qs, ks, decay, row, col, S: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr
+):
+    """k k^T and q k^T with the decay of every channel between, of tokens `[S, C, channels]`.
+
+    Two tokens first meet in a block of 2, 4, 8 .. tokens; between them lie the end of its lower half behind the one
+    and the beginning of its upper half up to the other, so that a matrix product does all pairs of a level, with
+    factors of at most one.
     """
-    C: tl.constexpr = live.shape[0]
-    rows = tl.arange(0, C)[:, None]
-    cols = tl.arange(0, KP)
-    inside = cols < K
-    full = live[:, None] & inside[None, :]
-    q = tl.load(qp + rows * q_step + cols[None, :], full, 0.0).to(tl.float32)
-    k = tl.load(kp + rows * k_step + cols[None, :], full, 0.0).to(tl.float32)
-    q *= tl.rsqrt(tl.sum(q * q, 1) + EPS)[:, None] * SCALE
-    k *= tl.rsqrt(tl.sum(k * k, 1) + EPS)[:, None]
-    count = tl.sum(live.to(tl.int32), 0)
-    between = tl.zeros_like(k)
+    C: tl.constexpr = row.shape[0]
+    diagonal = tl.sum(tl.sum(qs * ks, 2), 0)
     kk = tl.zeros([C, C], tl.float32)
-    qk = tl.zeros([C, C], tl.float32)
-    for back in range(C):
-        j = C - 1 - back
-        key = tl.load(kp + j * k_step + cols, inside & (j < count), 0.0).to(tl.float32)
-        key *= tl.rsqrt(tl.sum(key * key, 0) + EPS)
-        nearest = tl.load(g + (j + 1) * g_step + cols, inside & (j + 1 < count), 0.0)
-        between = tl.where(rows > j, between + nearest.to(tl.float32)[None, :], 0.0)
-        seen = tl.exp(between) * key[None, :]
-        kk = tl.where(col == j, tl.sum(k * seen, 1)[:, None], kk)
-        qk = tl.where(col == j, tl.sum(q * seen, 1)[:, None], qk)
+    qk = tl.where(row == col, diagonal[:, None], 0.0)
+    for level in range(LEVELS):
+        lower, upper = row >> level, col >> level
+        to_row = tl.exp(_sums((lower == upper) & (col <= row), decay, S, PRECISION))
+        behind = tl.exp(_sums((lower == upper) & (col > row), decay, S, PRECISION))
+        right = tl.permute(ks * behind, (0, 2, 1))
+        meet = (lower > upper) & ((lower >> 1) == (upper >> 1))
+        kk += tl.where(meet, tl.sum(_dot(ks * to_row, right, PRECISION), 0), 0.0)
+        qk += tl.where(meet, tl.sum(_dot(qs * to_row, right, PRECISION), 0), 0.0)
     return kk, qk
+
+
+@triton.jit
+def _parts(scratch, count, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr):
+    """Float32 results of `count` chunks, one kind after the other.
+
+    W, scaled q and scaled k `[count, C, KP]` each, U `[count, C, VP]`, P `[count, C, C]`, the decay of a whole chunk
+    `[count, KP]` or `[count]`.
+    """
+    wide = tl.cast(count, tl.int64) * (C * KP)
+    values = scratch + 3 * wide
+    pairs = values + tl.cast(count, tl.int64) * (C * VP)
+    last = pairs + tl.cast(count, tl.int64) * (C * C)
+    return scratch, scratch + wide, scratch + 2 * wide, values, pairs, last
 
 
 @triton.jit(do_not_specialize=["T", "first", *BATCHES])
 def prepare_kernel(
-    q, k, v, g, beta, reads, values, pairs, queries, keys, last,
-    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
-    g_batch, g_token, g_head, b_batch, b_token, b_head, T, first, SCALE, EPS: tl.constexpr,
-    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
-    S: tl.constexpr, VS: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, KDA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, k, v, g, beta, scratch, q_batch, q_token, k_batch, k_token, v_batch, v_token, g_batch, g_token,
+    b_batch, b_token, T, first, SCALE: tl.constexpr, EPS: tl.constexpr, H: tl.constexpr, HK: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, S: tl.constexpr, VS: tl.constexpr,
+    C: tl.constexpr, LEVELS: tl.constexpr, KDA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: (chunks, batch * H); chunk 0 begins at token `first`, tokens from T on are none.
 
-    Writes W `reads`, `queries`, `keys` `[batch * H, chunks, C, KP]`, U `values` `[.., C, VP]`, P `pairs` `[.., C, C]`
-    and the decay of a whole chunk `last` `[.., KP]` or `[..]`, float32, zero where padded. Key channels are cut into S
-    slices and value columns into VS, so that every warp has its own.
+    Heads of a token are contiguous. Writes what `_parts` names, zero where padded. Key channels are cut into S slices
+    and value columns into VS, so that every warp has its own.
     """
     chunk = tl.program_id(0)
     owner = tl.program_id(1)
@@ -107,31 +119,26 @@ def prepare_kernel(
     row = tokens[:, None]
     col = tokens[None, :]
     key_head = head // (H // HK)
-    qp = q + batch * q_batch + begin * q_token + key_head * q_head
-    kp = k + batch * k_batch + begin * k_token + key_head * k_head
-    gp = g + batch * g_batch + begin * g_token + head * g_head
-    bs = tl.load(beta + batch * b_batch + (begin + tokens) * b_token + head * b_head, live, 0.0)
+    qp = q + batch * q_batch + begin * q_token + key_head * K
+    kp = k + batch * k_batch + begin * k_token + key_head * K
+    gp = g + batch * g_batch + begin * g_token + head * (K if KDA else 1)
+    bs = tl.load(beta + batch * b_batch + (begin + tokens) * b_token + head, live, 0.0)
     bs = bs.to(tl.float32)
     spot = (owner * tl.num_programs(0) + chunk).to(tl.int64)
+    count = tl.num_programs(0) * tl.num_programs(1)
+    reads, queries, keys, values, pairs, last = _parts(scratch, count, KP, VP, C)
+    qs = _units(qp, q_token, live, inside, tokens, cols, EPS) * SCALE
+    ks = _units(kp, k_token, live, inside, tokens, cols, EPS)
     if KDA:
-        kk, qk = _channel_products(
-            qp, kp, gp, q_token, k_token, g_token, live, row, col, SCALE, EPS, K, KP
-        )
-        decay_spot = tokens[None, :, None] * g_token + cols[:, None, :]
         full = live[None, :, None] & inside[:, None, :]
-        decay = tl.load(gp + decay_spot, full, 0.0).to(tl.float32)
-        behind = tokens + 1 < C
-        behind = (behind & (begin + tokens + 1 < T))[None, :, None] & inside[:, None, :]
-        after = tl.load(gp + decay_spot + g_token, behind, 0.0).to(tl.float32)
-        from_start = tl.cumsum(decay, 1)
-        to_end = tl.cumsum(after, 1, reverse=True)
+        decay = tl.load(gp + tokens[None, :, None] * g_token + cols[:, None, :], full, 0.0)
+        decay = tl.maximum(decay.to(tl.float32), FLOOR)
+        kk, qk = _channel_products(qs, ks, decay, row, col, S, LEVELS, PRECISION)
+        from_start = _sums(col <= row, decay, S, PRECISION)
+        to_end = _sums(col > row, decay, S, PRECISION)
         tl.store(last + spot * KP + cols, tl.exp(tl.sum(decay, 1)))
-        qs = _units(qp, q_token, live, inside, tokens, cols, EPS) * SCALE
-        ks = _units(kp, k_token, live, inside, tokens, cols, EPS)
     else:
         decay = tl.load(gp + tokens * g_token, live, 0.0).to(tl.float32)
-        qs = _units(qp, q_token, live, inside, tokens, cols, EPS) * SCALE
-        ks = _units(kp, k_token, live, inside, tokens, cols, EPS)
         after = tl.where(row > col, decay[:, None], 0.0)  # of the tokens behind col
         between = tl.exp(tl.cumsum(after, 0))
         turned = tl.permute(ks, (0, 2, 1))
@@ -150,7 +157,7 @@ def prepare_kernel(
     every = tl.broadcast_to(solve[None, :, :], (S, C, C))
     tl.store(reads + wide, _dot(every, ks * from_start * bs, PRECISION))
     at = tl.arange(0, VS)[:, None] * (VP // VS) + tl.arange(0, VP // VS)[None, :]
-    vp = v + batch * v_batch + begin * v_token + head * v_head
+    vp = v + batch * v_batch + begin * v_token + head * V
     held = live[None, :, None] & (at < V)[:, None, :]
     vs = tl.load(vp + tokens[None, :, None] * v_token + at[:, None, :], held, 0.0).to(tl.float32)
     every = tl.broadcast_to(solve[None, :, :], (VS, C, C))
@@ -158,17 +165,17 @@ def prepare_kernel(
     tl.store(values + spot * C * VP + tokens[None, :, None] * VP + at[:, None, :], found)
 
 
-@triton.jit(do_not_specialize=["T", "first", "chunks", *BATCHES])
+@triton.jit(do_not_specialize=["T", "first", "chunks"])
 def scan_kernel(
-    reads, values, pairs, queries, keys, last, before, out, after,
-    o_batch, o_token, o_head, T, first, chunks,
+    scratch, before, out, after, T, first, chunks,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, S: tl.constexpr,
     BV: tl.constexpr, C: tl.constexpr, KDA: tl.constexpr, ZERO: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: (VP / BV, batch * H); `before` and `after` are states `[batch * H, K, V]`, which may be the same.
 
-    Rows of `out` from token `first` on are written; ZERO begins with no state. A warp has a slice of the key channels.
+    Rows of `out [batch, T, H, V]` from token `first` on are written; ZERO begins with no state. A warp has a slice of
+    the key channels.
     """
     owner = tl.program_id(1).to(tl.int64)
     tokens = tl.arange(0, C)
@@ -182,7 +189,9 @@ def scan_kernel(
         state = tl.load(before + state_spot, held, 0.0)
     wide = tokens[None, :, None] * KP + cols[:, None, :]
     turned = tokens[None, None, :] * KP + cols[:, :, None]
-    target = out + (owner // H) * o_batch + (owner % H) * o_head
+    target = out + ((owner // H) * T * H + owner % H) * V
+    count = chunks * tl.num_programs(1)
+    reads, queries, keys, values, pairs, last = _parts(scratch, count, KP, VP, C)
     for chunk in tl.range(0, chunks, num_stages=STAGES):
         spot = owner * chunks + chunk
         w = tl.load(reads + spot * C * KP + wide)
@@ -201,5 +210,5 @@ def scan_kernel(
         token = first + chunk * C + tokens
         live = (token < T)[:, None] & (at < V)[None, :]
         o = o.to(out.dtype.element_ty)
-        tl.store(target + token.to(tl.int64)[:, None] * o_token + at[None, :], o, live)
+        tl.store(target + token.to(tl.int64)[:, None] * (H * V) + at[None, :], o, live)
     tl.store(after + state_spot, state, held)
