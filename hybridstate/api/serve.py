@@ -130,8 +130,7 @@ def bench_serve(
     with ExitStack() as open_until_the_end:
         peers = None
         if tp > 1:
-            peers = Peers(setting)
-            open_until_the_end.callback(peers.close)
+            peers = open_until_the_end.enter_context(Peers(setting))
         here = (
             Worker(setting, str(target))
             if peers is None
@@ -160,6 +159,7 @@ def bench_serve(
         }
         known = None if resume is None else read_earlier(resume, header, here.trace, options)
         pool = Workers(setting, here, workers, peers)
+        open_until_the_end.callback(here.close)
         open_until_the_end.callback(pool.close)
         sweep = Sweep(
             dense,

@@ -10,6 +10,7 @@ settled. Packs beside the computation count where they slow it down. What the ho
 With several ranks each process serves the same requests on its heads of the same model, and the clock is one for all.
 """
 
+import gc
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ from hybridstate.bench.recording import (
     RecordingReplay,
     RecordingStore,
 )
-from hybridstate.bench.scheduler import Executor, Limits, Request, Run, Scheduler
+from hybridstate.bench.scheduler import Executor, Limits, Request, Run, Scheduler, Seconds
 from hybridstate.bench.serving_arms import Arm
 from hybridstate.bench.traces import Trace
 from hybridstate.errors import UsageError
@@ -167,6 +168,16 @@ class AgreedStore(RecordingStore):
         return bool(self.ranks.fewest(int(super().finite(slot))))
 
 
+class SharedExecutor(EngineExecutor):
+    """An engine of one rank: steps are timed on each device, and the slowest rank's seconds count."""
+
+    ranks = Ranks()
+
+    def decode(self, batch: Sequence[Request], steps: int) -> Seconds:
+        """See `Executor`."""
+        return self.ranks.slowest(super().decode(batch, steps))
+
+
 class ToldExecutor(RecordingExecutor):
     """A recorded executor that keeps what it generated."""
 
@@ -259,7 +270,8 @@ class Bench:
             self._warmed.add((id(serving), arm.name))
         replay.operations["replay"].clear()
         cache = PrefixCache(pools, store, admission, ranks.fewest)
-        inner = EngineExecutor(serving, cache, store, self._clock)
+        inner = SharedExecutor(serving, cache, store, self._clock)
+        inner.ranks = ranks
         executor = ToldExecutor(inner, arm.live.full_bytes)
         run = Scheduler(trace, cache, executor, limits, seed).serve()
         cache.audit()
@@ -272,6 +284,12 @@ class Bench:
         }
         found = {kind: thinned(rows) for kind, rows in operations.items() if rows}
         return Served(run, cache, executor.digest, found, serving.to_json())
+
+    def close(self) -> None:
+        """Free every engine with its graphs."""
+        self._engines.clear()
+        self._modules = None
+        gc.collect()  # a step and its engine hold each other
 
     def _serving(self, arm: Arm, native: int) -> ServingEngine:
         """An engine of the arm's live format with at least so many slots."""

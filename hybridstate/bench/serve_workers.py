@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 
@@ -95,6 +95,10 @@ class Worker:
             return self.serve(job)
         except (HybridStateError, RuntimeError) as error:
             return Outcome({}, "", error=told(error))
+
+    def close(self) -> None:
+        """Give the engines up; a process group does not end before graphs that hold its collectives."""
+        self._bench.close()
 
     def serve(self, job: Job) -> Outcome:
         """The outcome."""
@@ -213,11 +217,19 @@ class Peers:
                 return f"rank {rank}: {said}"
         return here
 
-    def close(self) -> None:
-        """End the processes."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_rest: object) -> None:
+        """End the processes.
+
+        Behind a failure GPUs may wait in a collective for ever, and so would the end of its process group; that is
+        left to the end of this process.
+        """
         for pipe in self._pipes:
             pipe.close()
-        self.ranks.leave()
+        if kind is None or self.device.type != "cuda":
+            self.ranks.leave()
         for process in self._processes:
             process.join(SAID_WITHIN)
             process.terminate()
@@ -247,7 +259,7 @@ def _serve_rank(setting: Setting, rank: int, meeting: Path, pipe: Any) -> None:
             worker.serve(pipe.recv())
             pipe.send(None)
     except EOFError:
-        pass
+        worker.close()
     except (HybridStateError, RuntimeError) as error:
         pipe.send(told(error))
     ranks.leave()

@@ -18,6 +18,7 @@ from typing import Any, Final, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hybridstate.errors import UnsupportedModel
@@ -27,6 +28,8 @@ from hybridstate.plan.placement import check_tp
 from hybridstate.runtime.exchange import agree
 from hybridstate.trajectories.model import LoadedModel, linear_modules
 from hybridstate.weights.permute import LayerOrder, axis_index
+
+Floats = NDArray[np.float64]
 
 PATIENCE: Final = timedelta(minutes=5)
 """After which a collective that a rank has not joined fails."""
@@ -78,7 +81,11 @@ class Ranks:
 
     def fewest(self, number: int) -> int:
         """The smallest of all ranks' numbers."""
-        return int(self._reduced(number, "MIN"))
+        return int(self._reduced(np.array(number, np.float64), "MIN"))
+
+    def slowest(self, seconds: Floats) -> Floats:
+        """The largest of all ranks' numbers, entry by entry."""
+        return self._reduced(seconds, "MAX")
 
     def together(self, clock: Callable[[], float]) -> Callable[[], float]:
         """A clock that every rank reads alike: from one reading to the next the slowest rank's seconds pass.
@@ -91,7 +98,7 @@ class Ranks:
 
         def read() -> float:
             nonlocal now, left
-            now += self._reduced(clock() - left, "MAX")
+            now += float(self.slowest(np.array(clock() - left)))
             left = clock()
             return now
 
@@ -124,14 +131,14 @@ class Ranks:
             dist.all_reduce(output)
         return output
 
-    def _reduced(self, number: float, how: str) -> float:
+    def _reduced(self, numbers: Floats, how: str) -> Floats:
         import torch.distributed as dist
 
         if self.size == 1:
-            return number
-        found = torch.tensor(number, dtype=torch.float64)
+            return numbers
+        found = torch.from_numpy(numbers.astype(np.float64))
         dist.all_reduce(found, op=getattr(dist.ReduceOp, how))
-        return float(found)
+        return found.numpy()
 
 
 def rank_spec(spec: ModelSpec, tp: int) -> ModelSpec:

@@ -91,16 +91,14 @@ def found(model: Path) -> dict[str, dict[int, Served]]:
             alone.serve(Job(Case(one[name.split(" ")[0]], 1.0, 2), pools[name], 0))
             served[name][1] = kept[-1]
         assert all(two[name].remote_bytes > 0 for name in NAMES if "storage" in name)
-        peers = Peers(setting_of(model))
-        try:
+        with Peers(setting_of(model)) as peers:
             here = Worker(setting_of(model), "cpu", peers.ranks)
             for name in NAMES:
                 outcome = peers.serve(here, Job(Case(two[name], 1.0, 2), pools[name], 0))
                 assert outcome is not None
                 assert outcome.error is None
                 served[name][2] = kept[-1]
-        finally:
-            peers.close()
+            here.close()
     return served
 
 

@@ -1,5 +1,6 @@
 """Linear layers cut by heads: the ranks' parts add up to the whole layer, and hold the units the placement counts."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -110,8 +111,34 @@ def test_an_unknown_weight_is_refused(tmp_path: Path) -> None:
         shard(loaded, Ranks(0, TP))
 
 
+def _meet(rank: int, folder: str) -> None:
+    """Ranks whose readings differ: 1, 2, 4 ... on rank 0, 1, 3, 9 ... on rank 1."""
+    ranks = Ranks.join(rank, 2, torch.device("cpu"), Path(folder) / "meeting")
+    ticks = (float((2 + rank) ** n) for n in range(99))
+    clock = ranks.together(lambda: next(ticks))
+    times = np.array([rank, 1.0 - rank, 0.5])
+    found = {
+        "clock": [clock(), clock()],
+        "fewest": ranks.fewest(5 - rank),
+        "slowest": ranks.slowest(times).tolist(),
+        "own": ranks.own(np.arange(6)).tolist(),
+    }
+    Path(folder, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    ranks.leave()
+
+
+def test_ranks_read_one_clock(tmp_path: Path) -> None:
+    """Rank 1 is slower: 3 - 1, then 27 - 9 seconds; what passes while ranks wait is not counted."""
+    torch.multiprocessing.spawn(_meet, args=(str(tmp_path),), nprocs=2)
+    found = [json.loads((tmp_path / f"{rank}.json").read_text("utf-8")) for rank in range(2)]
+    assert [f.pop("own") for f in found] == [[0, 1, 2], [3, 4, 5]]
+    expected = {"clock": [2.0, 20.0], "fewest": 4, "slowest": [1.0, 1.0, 0.5]}
+    assert found == [expected, expected]
+
+
 def test_a_single_rank_asks_nobody() -> None:
     ranks = Ranks()
+    assert ranks.slowest(np.array([2.0])).tolist() == [2.0]
     assert ranks.fewest(3) == 3
     assert ranks.together(float)() == 0.0
     ranks.agree("no digest")
