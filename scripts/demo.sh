@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The whole path on both embedded models, with whatever this machine has, into ./demo/<model>/.
-# The counts below are small, so that two CPU cores finish in about seven minutes; the README's tables come from full runs.
+# The counts below are small, so that two CPU cores finish in about five minutes; the README's tables come from full runs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 hybridstate=${HYBRIDSTATE:-.venv/bin/hybridstate}
@@ -20,7 +20,7 @@ run() {
 began=$SECONDS
 echo "hybridstate demo: analyze, calibrate, export-plan, verify and bench on tiny-gdn and tiny-kda"
 echo "small on purpose: $questions synthetic questions per task of $tokens tokens, $masks random masks, the quick calibration"
-echo "takes about seven minutes on two free CPU cores; what each table means: README.md"
+echo "takes about five minutes on two free CPU cores; what each table means: README.md"
 rm -rf "$out"
 mkdir -p "$out"
 run doctor

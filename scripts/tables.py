@@ -201,8 +201,8 @@ def interventions(result: Result) -> str:
 
 
 README_FORMATS = (
-    *("fp32", "fp16", "bf16", "int8-step", "int8-step-stochastic", "int8-step+reorder"),
-    *("damp", "damp-random", "damp+reorder", "int8-every-16", "damp-every-16"),
+    *("fp32", "fp16", "bf16", "int8-step", "int8-step+reorder"),
+    *("damp", "damp-random", "damp+reorder", "damp-every-16"),
 )
 """Formats of the README's table; docs/results.md has all."""
 
@@ -371,7 +371,7 @@ def decode_by_state(result: Result) -> str:
         (("", row["batch"], row["state"], row["tpot_s"]) for row in result["rows"]),
         ("", "batch"),
         lambda seconds: f"{1e3 * seconds:.3g} ms",
-    ) + _key_order(result)
+    )
 
 
 def _by_state(

@@ -11,11 +11,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
+RECIPES = (ROOT / "docs" / "recipes.md").read_text()
 FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<body>.*?)^```$", re.S | re.M)
 
 
-def blocks(info: str) -> list[str]:
-    return [match["body"] for match in FENCE.finditer(README) if match["info"] == info]
+def blocks(info: str, page: str = README) -> list[str]:
+    return [match["body"] for match in FENCE.finditer(page) if match["info"] == info]
 
 
 def commands(block: str) -> list[str]:
@@ -58,12 +59,13 @@ def test_marked_python_runs(block: str, tmp_path: Path) -> None:
     assert done.stdout.strip()
 
 
-def test_every_command_names_existing_verbs_and_options() -> None:
+@pytest.mark.parametrize("page", [README, RECIPES], ids=["README", "recipes"])
+def test_every_command_names_existing_verbs_and_options(page: str) -> None:
     """Also those that are too long to run here."""
     lines = [
         line
         for info in ("console", "console run")
-        for block in blocks(info)
+        for block in blocks(info, page)
         for line in commands(block)
         if line.startswith("hybridstate ")
     ]
