@@ -18,6 +18,7 @@ from hybridstate.runtime.pool import StatePool
 from hybridstate.runtime.tensor_store import TensorStore
 from hybridstate.runtime.tiers import Prefix as CachedPrefix
 from hybridstate.trajectories.model import LoadedModel, load_model
+from tests.kernels.test_ring import interpreter
 from tests.plan.calibrated import write_calibration
 from tests.runtime.test_engine import (
     MODELS,
@@ -48,6 +49,11 @@ def stepped(engine: DecodeEngine, steps: int, batch: int = 2) -> DecodeRun:
     for column in draw(batch, steps, seed=1).T:
         run.step(column)
     return run
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal, NaN where the other has NaN."""
+    return torch.equal(one.nan_to_num(7), other.nan_to_num(7))
 
 
 def slot_bytes(pool: StatePool, slot: int) -> list[torch.Tensor]:
@@ -148,9 +154,7 @@ def test_a_read_gives_the_whole_state_and_changes_nothing(loaded: LoadedModel) -
     found, _ = engine.pool.read(run.slots)
     after = [slot_bytes(engine.pool, int(slot)) for slot in run.slots]
     for one, other in zip(before, after, strict=True):
-        assert all(
-            torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(one, other, strict=True)
-        )
+        assert all(map(same_bits, one, other))
     engine.pool.fold(run.slots)
     assert all(not bool(ring.phases[run.slots].any()) for ring in engine.pool.rings)
     folded, _ = engine.pool.read(run.slots)
@@ -167,9 +171,7 @@ def test_a_copy_is_the_folded_source_and_the_source_goes_on(loaded: LoadedModel)
     before = slot_bytes(pool, source)
     pool.copy(run.slots[:1], torch.tensor([2]))
     after = slot_bytes(pool, source)
-    assert all(
-        torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(before, after, strict=True)
-    )
+    assert all(map(same_bits, before, after))
     assert all(not bool(ring.phases[2].any()) for ring in pool.rings)
     pool.fold(run.slots[:1])
     for state in (*pool.states, *pool.conv):
@@ -185,9 +187,7 @@ def test_undone_steps_put_rings_back(loaded: LoadedModel) -> None:
             run.eager_logits()
     after = [slot_bytes(engine.pool, int(slot)) for slot in run.slots]
     for one, other in zip(before, after, strict=True):
-        assert all(
-            torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(one, other, strict=True)
-        )
+        assert all(map(same_bits, one, other))
 
 
 def test_free_slots_are_poisoned_with_their_rings(loaded: LoadedModel) -> None:
@@ -244,3 +244,54 @@ def test_orders_per_key_head_are_gathered_once() -> None:
     x = torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])
     assert order.queries(x, 4).tolist() == [[[2.0, 1.0], [3.0, 4.0]]]
     assert order.gathers(per_channel=True) == 3
+
+
+@interpreter
+def test_kernels_in_the_engine_equal_the_reference(loaded: LoadedModel) -> None:
+    """Over a write, gates from raw projections, one row of padding, entries beyond the phase poisoned."""
+    forced, found = draw(2, 4, seed=1), []
+    prefix = prefix_of(loaded, batch=2)
+    for backend in ("reference", "triton"):
+        engine = DecodeEngine(
+            loaded, state="damp", slots=3, k_hi=8, requantise_every=3, backend=backend
+        )
+        engine.pool.alloc(1)
+        run = engine.start(prefix, room=4, fixed=True)
+        assert run._step is not None
+        found.append(torch.stack([run.step(column).clone() for column in forced.T]))
+        assert all(int(ring.phases[1, 0]) == 1 for ring in engine.pool.rings)
+        run.slots[1] = -1
+        before = [tensor[2].clone() for tensor in engine.pool.tensors]
+        run.eager_logits()
+        after = [tensor[2] for tensor in engine.pool.tensors]
+        assert all(map(same_bits, before, after))
+    assert relative_rms(found[1], found[0]) < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("every", [4, 16])
+@pytest.mark.parametrize(
+    ("family", "value_dim"), [("qwen3_5", 128), ("qwen3_5", 40), ("kimi_linear", 128)]
+)
+def test_captured_steps_equal_eager_and_simulated_ones(
+    family: str, every: int, value_dim: int, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    """More than an interval, both kernels: 128 x 128 heads and any others."""
+    sizes = {"key_dim": 128} | ({"value_dim": value_dim} if family == "qwen3_5" else {})
+    model = load_model(str(tiny_checkpoint(family, **sizes)), device="cuda")
+    prefix, forced = prefix_of(model), draw(3, every + 3, seed=1).cuda()
+    engine = DecodeEngine(model, state="damp", slots=3, requantise_every=every)
+    assert engine.backend in ("gluon", "triton"), engine.backend_reason
+    eager = run_steps(engine, prefix, forced)
+    assert_simulated(model, engine, prefix, forced, eager)
+    run = engine.start(prefix, room=every + 3)
+    assert run.capture() is None
+    captured = torch.stack([run.step(column).clone() for column in forced.T])
+    assert run.check_bytes() == engine.pool.slot_bytes
+    assert relative_rms(captured, eager) < 1e-2
+    before = engine.pool.read(run.slots)[0]
+    engine.pool.copy(run.slots[:1], run.slots[2:])
+    engine.pool.fold(run.slots[:1])
+    for state, kept in zip(engine.pool.states, before, strict=True):
+        assert torch.equal(state[run.slots[0]], state[run.slots[2]])
+        assert kept.isfinite().all()
