@@ -74,7 +74,6 @@ def launch() -> None:
         some = layout.pack(torch.randn(32, heads, 128, 128, device=device))
         pool = some.repeat(-(-sets * BATCH // 32), 1, 1)[: sets * BATCH].contiguous()
         slots = [x.clone() for x in torch.randperm(sets * BATCH, device=device).split(BATCH)]
-        scale = torch.ones(heads, 128, device=device)
         ring = Ring.empty(
             sets * BATCH,
             layer.key_heads,
@@ -89,7 +88,7 @@ def launch() -> None:
             (ring_update.functions("gluon", layout)[0], (pool, ring)),
         ):
             for part in slots:
-                step(*inputs, *more, part, out, scale, layout, fusion)
+                step(*inputs, *more, part, out, None, layout, fusion)
             torch.cuda.synchronize()
 
 

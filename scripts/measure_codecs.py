@@ -140,13 +140,19 @@ def compile_variants(warps: int, rows: int) -> None:
     import torch
 
     from hybridstate.bench.codec_work import KIMI_LINEAR, Workload
+    from hybridstate.kernels import pack
 
     if (warps, rows) != (4, 16):
         shape(warps, rows)
     small = replace(KIMI_LINEAR, layers=2)
-    for transfer in Workload(small, 8, torch.device("cuda"), 0, "auto").transfers():
+    work = Workload(small, 8, torch.device("cuda"), 0, "auto")
+    for transfer in work.transfers():
         if (warps, rows) == (4, 16) or transfer.name in TUNED:
             transfer.run()
+    if (warps, rows) == (4, 16):
+        load, options = work.ragged_load(), pack.RAGGED_OPTIONS
+        for pack.RAGGED_OPTIONS in (*RAGGED_SHAPES, options):
+            load.run()
     torch.cuda.synchronize()
 
 

@@ -3,8 +3,8 @@
 Parts are batches of one layer: Qwen3-Next and Kimi-Linear at batch 256, 128, 64, 8 and 1 first, then the other released
 layers, then the other batches, then the embedded layers. The file is whole after each part, in the form of a recorded
 `bench update`; a part that no longer fits is named. Rings are timed from batch 8 to 512. Layers of equal dimensions are
-timed once. --warm JOB compiles and checks the kernels of one of `WARM_JOBS` shares and times nothing, so that several
-processes can fill the compiler's cache before. Inputs are synthetic.
+timed once. --warm JOB (repeatable) compiles and checks one share of the kernels (`WARM_JOBS`) and times nothing, so
+that several processes can fill the compiler's cache before. Inputs are synthetic.
 """
 
 import argparse
@@ -58,11 +58,13 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--batch", type=int, action="append", help="repeatable; all by default")
     parser.add_argument("--format", action="append", choices=FORMATS, help="repeatable")
-    parser.add_argument("--warm", type=int, metavar="JOB", help=f"0 to {len(WARM_JOBS) - 1}")
+    parser.add_argument(
+        "--warm", type=int, action="append", metavar="JOB", help=f"0 to {len(WARM_JOBS) - 1}"
+    )
     options = parser.parse_args()
     if options.warm is not None:
-        layer, formats = WARM_JOBS[options.warm]
-        warm(layer, formats, torch.device(options.device))
+        for layer, formats in [WARM_JOBS[job] for job in options.warm if job < len(WARM_JOBS)]:
+            warm(layer, formats, torch.device(options.device))
         return 0
     start, whole = time.monotonic(), None
     took: list[float] = []

@@ -1,5 +1,7 @@
 """A small run of every kernel, each compared with its twin, for `scripts/sanitize.sh`; `--plant` writes out of bounds.
 
+`--short` runs every kernel once, at one size.
+
 Allocations go straight to the driver there (PYTORCH_NO_CUDA_MEMORY_CACHING=1), so that an access past a tensor is one
 past an allocation.
 """
@@ -91,6 +93,17 @@ def runs() -> Iterator[tuple[str, Callable[[], None]]]:
             yield f"step {case} {name}", lambda c=case, n=name: step(c, n)
 
 
+SHORT = (
+    *(f"pack, unpack {x.layout_id}" for x in (LAYOUTS[0], LAYOUTS[3])),
+    *("rows fp32", "rows int8", "copy", "ring gluon gdn", "ring triton kda"),
+    f"packed rows {LAYOUTS[0].layout_id}",
+    f"kept rows {ROW_LAYOUTS[0].layout_id}",
+    f"tokens {LARGE[0].layout_id}",
+    *(f"step {case} gluon" for case in PUBLISHED[:2]),
+    *(f"step {case} triton" for case in (SMALL[0], DENSE[0])),
+)
+
+
 @triton.jit
 def stray(pointer, DISTANCE: tl.constexpr):
     """One store far behind a small allocation: what memcheck has to find."""
@@ -103,7 +116,8 @@ def main() -> int:
         stray[(1,)](torch.zeros(16, device="cuda"), DISTANCE=1 << 10)
         torch.cuda.synchronize()
         return 0
-    for name, run in runs():
+    chosen = [x for x in runs() if sys.argv[1:] != ["--short"] or x[0] in SHORT]
+    for name, run in chosen:
         run()
         torch.cuda.synchronize()
         sys.stdout.write(f"ok {name}\n")
