@@ -162,7 +162,7 @@ def planned_interval(plan: Plan | None) -> int:
     every = 1 if precision is None else precision.requantise_every
     if every > LONGEST:
         raise PlanMismatch(
-            f"the plan writes its packed state at every {every}th update, this engine at every {LONGEST}th at most",
+            f"the plan writes its packed state once in {every} updates, this engine once in {LONGEST} at most",
             hint=f"export the plan with --requantise-every {LONGEST} or less",
             found=every,
             expected=LONGEST,

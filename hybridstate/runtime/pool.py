@@ -84,8 +84,8 @@ class StatePool:
             raise UsageError(f"a pool needs at least one slot, got {slots}")
         if not 1 <= every <= (LONGEST if state == "damp" else 1):
             raise UsageError(
-                f"a {state} state cannot be written at every {every}th update",
-                hint=f"1 to {LONGEST} for damp, 1 for the others",
+                f"a {state} state cannot be written once in {every} updates",
+                hint=f"damp once in 1 to {LONGEST}, the others at every one",
             )
         self.spec = spec
         self.slots = slots

@@ -232,7 +232,7 @@ def test_a_cache_stores_and_hands_out_folded_states(loaded: LoadedModel, masked:
 
 def test_intervals_that_cannot_be_are_refused(loaded: LoadedModel) -> None:
     for state, every in (("fp32", 2), ("damp", 17), ("damp", 0)):
-        with pytest.raises(UsageError, match=f"a {state} state cannot be written at every"):
+        with pytest.raises(UsageError, match=f"a {state} state cannot be written once in {every}"):
             DecodeEngine(loaded, state=state, slots=1, requantise_every=every)
 
 

@@ -171,7 +171,7 @@ def test_an_interval_is_counted_and_kept_by_the_engine(tmp_path: Path, tiny_gdn:
     longer = api.export_plan(
         tiny_gdn, out=tmp_path / "32", calibration=calibration, requantise_every=32, weights=False
     )
-    with pytest.raises(PlanMismatch, match="every 32th update, this engine at every 16th at most"):
+    with pytest.raises(PlanMismatch, match="once in 32 updates, this engine once in 16 at most"):
         DecodeEngine(engine.loaded, state="damp", slots=1, plan=longer.plan)
 
 
