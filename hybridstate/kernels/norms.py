@@ -7,6 +7,7 @@
 transformers spells each as six to ten elementwise launches, which at decode batches cost more than the projections.
 """
 
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -45,7 +46,7 @@ def rms_norm_reference(
     return y.to(x.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def rms_norm_kernel(
     x, weight, gate, out, x_outer, x_inner, gate_outer, gate_inner, rows, eps, INNER: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, CENTRED: tl.constexpr, ACT: tl.constexpr,
@@ -86,7 +87,9 @@ def rms_norm(
     if (gate is None) != (activation == "") or activation not in ACTIVATIONS:
         raise NumericError(f"a gate takes silu or sigmoid, found {activation!r}")
     width = x.shape[-1]
-    inner = x.shape[-2] if x.dim() > 2 else 1
+    # rows at equal distances, as the tokens of a prompt: no kernel of its own for every number of them
+    even = _even_rows(x) and (gate is None or _even_rows(gate))
+    inner = 1 if even or x.dim() < 3 else x.shape[-2]
     flat = x.reshape(-1, inner, width)
     gates = flat if gate is None else gate.reshape(flat.shape)
     if flat.stride(2) != 1 or gates.stride(2) != 1:
@@ -100,6 +103,12 @@ def rms_norm(
         width, padded, block, zero_centred, ACTIVATIONS[activation], num_warps=4,
     )  # fmt: skip
     return out
+
+
+def _even_rows(x: Tensor) -> bool:
+    """Whether all rows lie at one distance from each other."""
+    sizes = [(n, step) for n, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
+    return all(a[1] == b[0] * b[1] for a, b in pairwise(sizes))
 
 
 def conv_reference(

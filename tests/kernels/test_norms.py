@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hybridstate.errors import NumericError
+from hybridstate.kernels import norms
 from hybridstate.kernels.norms import (
     conv_reference,
     conv_step,
@@ -36,6 +37,31 @@ def test_norm_equals_the_twin(width: int, centred: bool, activation: str) -> Non
 def test_norm_takes_rows_of_a_wider_tensor() -> None:
     x, weight = normal(7, 40)[:, 8:24], normal(16, seed=1)
     assert_within(rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6), "kernel-f32")
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 7])
+@pytest.mark.parametrize("layout", ["part of a projection", "heads", "halves of heads"])
+def test_no_length_of_a_prompt_has_a_kernel_of_its_own(
+    tokens: int, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = {
+        "part of a projection": normal(1, tokens, 40)[..., 8:24],
+        "heads": normal(1, tokens, 3, 16),
+        "halves of heads": normal(1, tokens, 3, 32)[..., :16],
+    }[layout]
+    weight, inner, kernel = normal(16, seed=1), [], norms.rms_norm_kernel
+
+    class Told:
+        def __getitem__(self, grid: Any) -> Any:
+            def run(*args: Any, **options: Any) -> None:
+                inner.append(args[10])
+                kernel[grid](*args, **options)
+
+            return run
+
+    monkeypatch.setattr(norms, "rms_norm_kernel", Told())
+    assert_within(rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6), "kernel-f32")
+    assert inner == [1]
 
 
 def test_gate_and_activation_come_together() -> None:
