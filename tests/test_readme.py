@@ -97,3 +97,12 @@ def test_generated_pages_are_up_to_date() -> None:
         [sys.executable, "scripts/generate.py", "--check"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_verification_page_is_in_its_script_s_order() -> None:
+    import verification
+
+    page = verification.PAGE.read_text(encoding="utf-8")
+    parts = {found["name"]: found["body"] for found in verification.PART.finditer(page)}
+    assert set(parts) == set(verification.ORDER)
+    assert verification.whole(parts) == page
