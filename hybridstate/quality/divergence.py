@@ -208,16 +208,21 @@ class Divergence:
     steps: Steps
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        steps = {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in asdict(self.steps).items()
-        }
-        return asdict(self) | {
-            "state_error_steps": list(self.state_error_steps),
-            "samples": {name: list(values) for name, values in self.samples.items()},
-            "steps": steps,
-        }
+        """Plain JSON values; a number that is not finite is None (see `finite`)."""
+        found: dict[str, Any] = finite(asdict(self))
+        return found
+
+
+def finite(value: Any) -> Any:
+    """The same of lists and dictionaries, with None for numbers that JSON does not know.
+
+    Errors of formats that diverge were once summed in FP32 and are infinite in finished draws of that time.
+    """
+    if isinstance(value, dict):
+        return {name: finite(kept) for name, kept in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(kept) for kept in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def divergences(measured: Measured) -> tuple[Divergence, ...]:
@@ -303,7 +308,7 @@ def growth(
 
 
 def standard_error(values: F64) -> float | None:
-    """Of the mean of independent values; None for fewer than two."""
-    if values.size < 2:
+    """Of the mean of independent values; None for fewer than two, or where one is not finite."""
+    if values.size < 2 or not np.isfinite(values).all():
         return None
     return float(values.std(ddof=1) / math.sqrt(values.size))

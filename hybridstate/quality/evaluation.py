@@ -23,7 +23,7 @@ from hybridstate.errors import UsageError
 from hybridstate.provenance import sha256_json
 from hybridstate.quality.calibration import Calibration
 from hybridstate.quality.decoded import task_accuracy
-from hybridstate.quality.divergence import Measured, divergences, pooled
+from hybridstate.quality.divergence import Measured, divergences, finite, pooled
 from hybridstate.quality.draw import ARRAYS_FILE, RESULT_FILE, Draw, copy_draw, read_draw
 from hybridstate.trajectories.store import claimed, differences
 
@@ -317,7 +317,7 @@ def _second_row(draw: Draw) -> dict[str, Any]:
         "temperature": 0.0,
         **{name: draw.document[name] for name in names},
         "sequences": draw.measured.kl.shape[1],
-        "validation": [{name: getattr(row, name) for name in kept} for row in rows],
+        "validation": finite([{name: getattr(row, name) for name in kept} for row in rows]),
         "warnings": list(draw.warnings),
     }
 

@@ -427,15 +427,17 @@ def compare(
 
 
 def state_errors(states: list[torch.Tensor], arms: int) -> NDArray[np.float64]:
-    """||S^q - S|| / ||S|| of each arm and sequence, mean over layers: `[A, S]`."""
-    total = 0.0
+    """||S^q - S|| / ||S|| of each arm and sequence, mean over layers: `[A, S]`.
+
+    Squares are summed in float64: a format whose error grows with every update leaves FP32's range.
+    """
+    total = torch.zeros(())
     for state in states:
         blocks = state.unflatten(0, (arms, -1))
-        scale = blocks[0].flatten(1).norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
-        total = total + (blocks - blocks[0]).flatten(2).norm(dim=2) / scale
-    mean = torch.as_tensor(total / len(states), dtype=torch.float64)
-    result: NDArray[np.float64] = mean.cpu().numpy()
-    return result
+        scale = blocks[0].flatten(1).norm(dim=1, dtype=torch.float64)
+        apart = (blocks - blocks[0]).flatten(2).norm(dim=2, dtype=torch.float64)
+        total = total.to(state.device) + apart / scale.clamp_min(torch.finfo(torch.float32).tiny)
+    return np.asarray((total / len(states)).cpu().numpy(), dtype=np.float64)
 
 
 def channel_errors(states: list[torch.Tensor], arms: int) -> list[torch.Tensor]:
@@ -443,6 +445,6 @@ def channel_errors(states: list[torch.Tensor], arms: int) -> list[torch.Tensor]:
     found = []
     for state in states:
         blocks = state.chunk(arms)
-        squares = [(b - blocks[0]).square().sum(-1).mean(0, dtype=torch.float64) for b in blocks]
+        squares = [(b - blocks[0]).double().square().sum(-1).mean(0) for b in blocks]
         found.append(torch.stack(squares))
     return found

@@ -10,6 +10,7 @@ from hybridstate.families import LinearLayer
 from hybridstate.quality.divergence import (
     Measured,
     divergences,
+    finite,
     growth,
     measure,
     pooled,
@@ -62,6 +63,13 @@ def test_means_are_over_positions_then_sequences_with_errors_over_sequences() ->
 def test_one_sequence_has_no_standard_error() -> None:
     assert standard_error(np.array([3.0])) is None
     assert standard_error(np.array([3.0, 3.0])) == 0.0
+
+
+def test_infinity_is_none_in_json() -> None:
+    """Draws that finished before errors were summed in float64 hold infinite ones."""
+    assert standard_error(np.array([3.0, np.inf])) is None
+    found = finite({"a": (1.0, math.inf), "b": [{"c": math.nan, "d": 2}], "e": "inf"})
+    assert found == {"a": [1.0, None], "b": [{"c": None, "d": 2}], "e": "inf"}
 
 
 def test_bins_end_at_powers_of_two_and_at_the_last_step() -> None:

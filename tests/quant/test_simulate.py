@@ -17,6 +17,7 @@ from hybridstate.quant.arms import Arm, plain_arm
 from hybridstate.quant.formats import FORMATS, Format
 from hybridstate.quant.simulate import (
     STATE_BYTES,
+    channel_errors,
     compare,
     comparison_steps,
     requantised_decode,
@@ -307,6 +308,16 @@ def test_state_error_is_relative_per_layer_then_averaged() -> None:
     first = torch.cat([state, state * 1.1])
     second = torch.cat([state * 100, state * 100])
     assert state_errors([first, second], 2)[:, 0] == pytest.approx([0.0, 0.05], rel=1e-5)
+
+
+def test_errors_of_a_diverging_state_stay_finite() -> None:
+    """Squares of these values are beyond FP32."""
+    state = torch.ones(1, 2, 3, 4)
+    states = [torch.cat([state, state * 1e25])]
+    assert state_errors(states, 2)[1] == pytest.approx([1e25], rel=1e-5)
+    assert channel_errors(states, 2)[0][1].numpy() == pytest.approx(
+        4e50 * np.ones((2, 3)), rel=1e-5
+    )
 
 
 def test_steps_are_powers_of_two_and_the_last() -> None:
