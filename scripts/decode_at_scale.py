@@ -48,7 +48,15 @@ def main() -> int:
 
     def save() -> None:
         given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps(kept, indent=1))
+        document = {
+            "schema": "hybridstate.output/1",
+            "command": "scripts/decode_at_scale.py",
+            "arguments": [*sys.argv[1:]],
+            "model": given.model,
+            "provenance": kept.get("provenance"),
+            "result": {name: value for name, value in kept.items() if name != "provenance"},
+        }
+        given.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
     def report(row: dict[str, Any]) -> None:
         kept["rows"].append(row)
