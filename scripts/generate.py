@@ -1,6 +1,5 @@
 """Write what is generated: tables of the README and of docs/, docs/results.md, docs/cli.md, the plan schema.
 
-
 Numbers come from `benchmarks/*.json` and from the commands themselves; a table whose source does not exist is left out.
 `--check` writes nothing and fails when a page differs from its sources; `--figures` draws the pictures instead.
 """
@@ -64,7 +63,6 @@ def per_model(
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "analyze": analyze_block,
-    "models": lambda: per_model("training.json", tables.training),
     "retained": retained_block,
     "restore": lambda: per_model(
         "restore-*.json", lambda result: tables.restore(result, README_CUTOFFS)
@@ -83,7 +81,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
 }
 
 
-def page(name: str) -> Callable[[], str]:
+def with_blocks(name: str) -> Callable[[], str]:
     """A page of the repository with its generated blocks written anew."""
     return lambda: filled((ROOT / name).read_text(), BLOCKS)
 
@@ -123,7 +121,7 @@ def plan_schema() -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     **{
-        name: page(name)
+        name: with_blocks(name)
         for name in (
             "README.md",
             "docs/families.md",
