@@ -7,10 +7,12 @@ each: this process is rank 0 and hands its jobs to the others, which serve them 
 
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self
@@ -184,7 +186,10 @@ class Peers:
             self._pipes.append(ours)
             self._processes.append(process)
         self.device = _rank_device(setting, 0)
-        self.ranks = Ranks.join(0, size, self.device, meeting)
+        try:
+            self.ranks = Ranks.join(0, size, self.device, meeting)
+        except RuntimeError as error:
+            raise NumericError(f"the {size} ranks did not meet: {told(error)}") from error
 
     def serve(self, here: Worker, job: Job) -> Outcome | None:
         """The outcome of a job on all ranks, None after the deadline.
@@ -251,6 +256,7 @@ def _rank_device(setting: Setting, rank: int) -> torch.device:
 
 def _serve_rank(setting: Setting, rank: int, meeting: Path, pipe: Any) -> None:
     """The process of a rank other than 0: serve jobs until the pipe closes; None for each, or why it failed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 is interrupted, and ends the others
     device = _rank_device(setting, rank)
     ranks = Ranks.join(rank, setting.options.tp, device, meeting)
     try:
@@ -261,7 +267,8 @@ def _serve_rank(setting: Setting, rank: int, meeting: Path, pipe: Any) -> None:
     except EOFError:
         worker.close()
     except (HybridStateError, RuntimeError) as error:
-        pipe.send(told(error))
+        with suppress(OSError):  # rank 0 may have failed as well
+            pipe.send(told(error))
     ranks.leave()
 
 

@@ -10,6 +10,8 @@ def serving_tables(out: Output, result: dict[str, Any]) -> None:
     if result["fit"] is not None:
         _fit_table(out, result["fit"])
     how = "simulated" if result["simulated"] else f"served on {result['device']['name']}"
+    ranks = result["profile"]["tp"]
+    how += f" at TP {ranks}" if ranks > 1 else ""
     synthetic = "synthetic " if result["trace"]["synthetic"] else ""
     operating = result["operating_point"]
     seconds = result["cost_model"]["source"] if result["simulated"] else "of the engine"

@@ -233,8 +233,9 @@ def test_command(tmp_path: Path, tiny_kda: Path) -> None:
     arguments += ["--arm", "nr", "--w-max", "16", "--no-control", "--ratio", "0.2", "--tp", "2"]
     arguments += ["--balance", "off", "--balance", "storage"]
     file = tmp_path / "serve.json"
-    done = CliRunner().invoke(app, [*arguments, "-q", "-o", str(file)])
+    done = CliRunner().invoke(app, [*arguments, "-o", str(file)])
     assert done.exit_code == 0, done.output
+    assert "at TP 2, 2 clients" in done.output
     points = json.loads(file.read_text())["result"]["points"]
     assert [(p["arm"], p["tp"]) for p in points] == [
         ("dense", 2),
