@@ -1,4 +1,4 @@
-"""Tables of docs/kernels.md from benchmarks/{kernels,ring,codecs,update}.json."""
+"""Tables of docs/kernels.md from the kernels' files in benchmarks/: `TABLES` names them."""
 
 import statistics
 from collections.abc import Callable
@@ -188,10 +188,42 @@ def rivals(result: Result) -> str:
     return markdown(["layer of", "batch", "state", "µs", *columns], rows) if rows else ""
 
 
+def overlapped(result: Result) -> str:
+    """FP32 and packed steps whose launches overlap the one before, both alike."""
+    found = {
+        (row["dims"]["name"], row["batch"], row["state"]): row["step_s"]["median"]
+        for row in result["rows"]
+    }
+    rows = []
+    for name, batch in dict.fromkeys((name, batch) for name, batch, _ in found):
+        base, packed = found.get((name, batch, "fp32")), found.get((name, batch, "damp"))
+        if base and packed:
+            cells = (f"{1e6 * x:.3g}" for x in (base, packed))
+            rows.append([name, str(batch), *cells, times(base / packed)])
+    return markdown(["layer of", "batch", "FP32, µs", "DAMP, µs", "FP32 over DAMP"], rows)
+
+
+def counted(result: Result) -> str:
+    """Bytes of memory that a launch moved, beside the model's."""
+    rows = [
+        [
+            row["kernel"],
+            str(row["batch"]),
+            f"{row['counted_bytes'] / 1e6:.1f}",
+            f"{row['model_bytes'] / 1e6:.1f}",
+            f"{100 * (row['counted_bytes'] / row['model_bytes'] - 1):+.1f} %",
+        ]
+        for row in result["rows"]
+    ]
+    return markdown(["kernel", "batch", "counted MB", "model MB", ""], rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "kernel-passes": ("kernels.json", passes),
     "kernel-forms": ("kernels.json", forms),
     "kernel-rivals": ("update.json", rivals),
+    "kernel-overlapped": ("overlapped.json", overlapped),
+    "kernel-bytes": ("kernel-bytes.json", counted),
     "kernel-ring": ("ring.json", ring),
     "kernel-ring-bytes": ("ring.json", ring_bytes),
     "kernel-drift": ("ring.json", drift),
@@ -201,18 +233,25 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
 """Block of docs/kernels.md: recorded file and table."""
 
 
+BEFORE = {
+    "kernel-overlapped": "Both formats with launches that read their states beside the end of the launch before:",
+    "kernel-bytes": "Bytes of memory that one launch moved, counted by the profiler, beside the model's:",
+}
+"""Sentences in front of tables that a run may lack."""
+
 OLDER = "Not in the recorded run, which is older than this table."
 
 
 def blocks() -> dict[str, Callable[[], str]]:
     """Functions that write the blocks; "" where the file does not exist, `OLDER` where it has no such rows."""
 
-    def block(pattern: str, table: Callable[[Result], str]) -> Callable[[], str]:
+    def block(name: str, pattern: str, table: Callable[[Result], str]) -> Callable[[], str]:
         def write() -> str:
             parts = [(table(d["result"]), source_line(p, d)) for p, d in recorded(pattern)]
             found = "\n\n".join(f"{text}\n\n{line}" for text, line in parts if text)
-            return found if found or not parts else OLDER
+            before = f"{BEFORE[name]}\n\n" if found and name in BEFORE else ""
+            return before + found if found or not parts else OLDER
 
         return write
 
-    return {name: block(*entry) for name, entry in TABLES.items()}
+    return {name: block(name, *entry) for name, entry in TABLES.items()}

@@ -1,9 +1,10 @@
-"""Keep what the kernel scripts wrote on a GPU in benchmarks/: codecs.json, ring.json, kernels.json.
+"""Keep what the kernel scripts wrote on a GPU in benchmarks/, each file with its provenance.
 
     scripts/record_kernels.py FOLDER --commit COMMIT [--set torch=2.11.0 ...]
 
-FOLDER is the output of scripts/kernels_gpu.sh: codecs.json, ring/ring.json, tune/kernel_tune.json, as far as they
-exist, and update.json. The machine of a run has no git, so the commit is given.
+FOLDER is the output of scripts/kernels_gpu.sh: codecs.json, ring/ring.json, tune/kernel_tune.json, bytes.json as far
+as they exist, and update.json with update-overlap.json, here overlapped.json. The machine of a run has no git, so the
+commit is given.
 """
 
 import argparse
@@ -16,9 +17,12 @@ SOURCES = {
     "codecs": ("codecs.json", "scripts/measure_codecs.py"),
     "ring": ("ring/ring.json", "scripts/ring_tune.py"),
     "kernels": ("tune/kernel_tune.json", "scripts/kernel_tune.py"),
+    "kernel-bytes": ("bytes.json", "scripts/kernel_bytes.py"),
 }
-DROPPED = ("tests", "seconds")
-"""Parts that are about the run and not about the kernels."""
+WHOLE = {"update": "update.json", "overlapped": "update-overlap.json"}
+"""Files that are recorded verbs already."""
+DROPPED = ("tests", "seconds", "ragged", "shapes")
+"""Parts that are about the run or about choosing a launch shape."""
 
 
 def recorded(found: dict[str, Any], command: str, provenance: dict[str, Any]) -> dict[str, Any]:
@@ -54,13 +58,14 @@ def main() -> int:
             text = json.dumps(recorded(found, command, provenance), indent=1, allow_nan=False)
             (BENCHMARKS / f"{name}.json").write_text(text + "\n", encoding="utf-8")
             print(f"benchmarks/{name}.json")
-    path = options.folder / "update.json"
-    if path.exists():
-        document = json.loads(path.read_text())
-        document["provenance"] |= {"commit": options.commit, "modified": None}
-        text = json.dumps(document, indent=1, allow_nan=False) + "\n"
-        (BENCHMARKS / "update.json").write_text(text, encoding="utf-8")
-        print("benchmarks/update.json")
+    for name, source in WHOLE.items():
+        path = options.folder / source
+        if path.exists():
+            document = json.loads(path.read_text())
+            document["provenance"] |= {"commit": options.commit, "modified": None}
+            text = json.dumps(document, indent=1, allow_nan=False) + "\n"
+            (BENCHMARKS / f"{name}.json").write_text(text, encoding="utf-8")
+            print(f"benchmarks/{name}.json")
     return 0
 
 

@@ -37,6 +37,20 @@ def test_the_fastest_packed_form_of_every_batch_is_bold() -> None:
     assert "| gdn fp32 tiles | 1 | 1 |" in text
 
 
+def test_rivals_name_both_packed_formats_and_overlapped_launches_their_ratio() -> None:
+    layer = UpdateDims("small", "gdn", 1, 2, 16, 32, k_hi=8)
+    found = run_update(dims=(layer,), batches=(1,), requantise_every=(8,), samples=1)
+    result = json.loads(json.dumps(found.to_json()))
+    lines = kernel_tables.rivals(result).splitlines()
+    assert [line.split(" | ")[2] for line in lines[2:]] == [
+        "DAMP", "DAMP with a value scale", "DAMP, L = 8",
+    ]  # fmt: skip
+    text = kernel_tables.overlapped(result)
+    assert text.splitlines()[-1].startswith("| small | 1 | ")
+    row = {"kernel": "k", "batch": 256, "counted_bytes": 103e6, "model_bytes": 100e6}
+    assert "| k | 256 | 103.0 | 100.0 | +3.0 % |" in kernel_tables.counted({"rows": [row]})
+
+
 def test_the_picture_of_updates_keeps_its_numbers(tmp_path: Path) -> None:
     layer = UpdateDims("small", "gdn", 1, 2, 16, 32, k_hi=8)
     found = run_update(

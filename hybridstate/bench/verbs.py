@@ -122,7 +122,7 @@ def bench_update(
         model: folder or embedded name whose layers give the sizes; without one, the embedded models
             and layers of released ones.
         plan: take its number of FP16 channels.
-        states: of `fp32`, `bf16`, `fp16`, `damp`; all by default.
+        states: of `fp32`, `bf16`, `fp16`, `damp`, `damp-scaled` (with a value scale); all by default.
         gates: of `fused` (raw projections enter the kernel) and `given`; fused on a GPU, given on a CPU by default.
         overlap: launches of every format may overlap (programmatic dependent launch).
         requantise_every: also time packed steps that rewrite a state once in so many steps, 2 to 16 each.

@@ -8,7 +8,7 @@ import typer
 from hybridstate.cli.bench_codecs import codecs
 from hybridstate.cli.bench_decode import decode
 from hybridstate.cli.bench_exchange import exchange
-from hybridstate.cli.bench_options import Batches, Masks, PlanFolder, Samples, States
+from hybridstate.cli.bench_options import Batches, Masks, PlanFolder, Samples
 from hybridstate.cli.bench_output import OutputPath, check_output, finish
 from hybridstate.cli.bench_quality import quality
 from hybridstate.cli.bench_serve import serve
@@ -169,7 +169,16 @@ def update(
         ),
     ] = None,
     plan: PlanFolder = None,
-    state: States = None,
+    state: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--state",
+            metavar="FORMAT",
+            help="fp32, bf16, fp16, damp (scales folded into the weights) or damp-scaled (reads a value scale); "
+            "repeatable.",
+            show_default=False,
+        ),
+    ] = None,
     gate: Annotated[
         list[str] | None,
         typer.Option(
