@@ -65,7 +65,8 @@ from hybridstate.kernels.ring_reference import Ring
 @gluon.jit
 def ring_kernel(
     q, k, v, g, beta, pool, ring_keys, ring_values, ring_gates, phases, value_scale, slots, out,
-    a_log, dt_bias, q_batch, k_batch, v_batch, out_batch, slot_bytes, head_bytes,
+    a_log, dt_bias, q_batch, k_batch, v_batch, g_batch, beta_batch, out_batch, slot_bytes,
+    head_bytes,
     H: gl.constexpr, HK: gl.constexpr, KDA: gl.constexpr, SCALED: gl.constexpr,
     HIGH: gl.constexpr, EVERY: gl.constexpr, SPAN: gl.constexpr, MODE: gl.constexpr,
     GATE: gl.constexpr, LOWER: gl.constexpr, LOGIT: gl.constexpr, OVERLAP: gl.constexpr,
@@ -116,7 +117,9 @@ def ring_kernel(
     value = gl.load(v + b.to(gl.int64) * v_batch + h * 128 + columns).to(gl.float32)
     if SCALED:
         value_scale_row = gl.load(value_scale + h * 128 + columns)
-    strength = _write_strength(gl.load(beta + bh).to(gl.float32), LOGIT)
+    strength = _write_strength(
+        gl.load(beta + b.to(gl.int64) * beta_batch + h).to(gl.float32), LOGIT
+    )
     rate = 0.0
     bias = 0.0
     if GATE > 0:
@@ -125,14 +128,15 @@ def ring_kernel(
         p_gates = ring_gates + (slot * H + h) * (ROOM * 128)
         if GATE > 0:
             bias = gl.load(dt_bias + h * 128 + flat)
-        g_row = gl.load(g + bh.to(gl.int64) * 128 + flat).to(gl.float32)
+        g_row = gl.load(g + b.to(gl.int64) * g_batch + h * 128 + flat).to(gl.float32)
         g_row = _floored(_log_decay_of(g_row, rate, bias, GATE, LOWER))
         g_row = g_row.to(gl.float16).to(gl.float32)
     else:
         p_gates = ring_gates + (slot * H + h) * EVERY
         if GATE > 0:
             bias = gl.load(dt_bias + h)
-        g_row = _log_decay_of(gl.load(g + bh).to(gl.float32), rate, bias, GATE, LOWER)
+        g_row = gl.load(g + b.to(gl.int64) * g_batch + h).to(gl.float32)
+        g_row = _log_decay_of(g_row, rate, bias, GATE, LOWER)
         g_row = _floored(g_row)
     fades, total = _gates(p_gates, held, count, g_row, flat, KDA, SPAN <= EVERY)
     if KDA:
@@ -364,7 +368,8 @@ def ring_step(
         out if value_scale is None else value_scale, slots, out,
         out if fusion.a_log is None else fusion.a_log,
         out if fusion.dt_bias is None else fusion.dt_bias,
-        q.stride(0), k.stride(0), v.stride(0), out.stride(0), pool.stride(0), layout.head_bytes,
+        q.stride(0), k.stride(0), v.stride(0), g.stride(0), beta.stride(0), out.stride(0),
+        pool.stride(0), layout.head_bytes,
         H=heads, HK=q.shape[1], KDA=g.dim() == 3, SCALED=value_scale is not None,
         HIGH=layout.k_hi // 16, EVERY=ring.every,
         SPAN=max(2, triton.next_power_of_2(ring.every - 1)), MODE=MODES[mode],

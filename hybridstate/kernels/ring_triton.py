@@ -94,7 +94,7 @@ def _store_codes(p, p_scale, state, tile, rows):
 @triton.jit
 def ring_kernel(
     q, k, v, g, beta, pool, ring_keys, ring_values, ring_gates, phases, value_scale, slots, out,
-    a_log, dt_bias, q_batch, k_batch, v_batch, out_batch, slot_bytes,
+    a_log, dt_bias, q_batch, k_batch, v_batch, g_batch, beta_batch, out_batch, slot_bytes,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KHI: tl.constexpr,
     GROUP: tl.constexpr, HEAD_BYTES: tl.constexpr, KDA: tl.constexpr, SCALED: tl.constexpr,
     EVERY: tl.constexpr, FLUSH: tl.constexpr,
@@ -132,7 +132,8 @@ def ring_kernel(
     p_gates = ring_gates + (slot * H + h) * GATES
     q += b * q_batch + h // (H // HK) * K
     k += b * k_batch + h // (H // HK) * K
-    g += bh.to(tl.int64) * K if KDA else bh
+    g += b * g_batch + (h * K if KDA else h)
+    beta += b * beta_batch + h
     a_log += h
     dt_bias += h * K if KDA else h
     entry = tl.arange(0, EP)
@@ -210,7 +211,7 @@ def ring_kernel(
             q_read += tl.sum(past * q_scores[:, None], 0)
             value = tl.load(v + b * v_batch + h * V + cols, live, 0.0).to(tl.float32)
             c = tl.load(value_scale + h * V + cols, live, 1.0) if SCALED else 1.0
-            delta = _strength(tl.load(beta + bh).to(tl.float32), LOGIT) * (value / c - k_read)
+            delta = _strength(tl.load(beta).to(tl.float32), LOGIT) * (value / c - k_read)
             o = (q_read + kq * delta) * c
             tl.store(out + b * out_batch + h * V + cols, o.to(out.dtype.element_ty), live)
             value16 = _saturated(delta).to(ring_values.dtype.element_ty)
@@ -248,7 +249,7 @@ def _launch(
 ) -> None:  # fmt: skip
     """Launch `ring_kernel` for every head of the batch; a flush passes any tensors as inputs."""
     power, heads = triton.next_power_of_2, pool.shape[1]
-    strides = (0, 0, 0, 0) if flush else tuple(x.stride(0) for x in (*inputs[:3], out))
+    strides = (0,) * 6 if flush else tuple(x.stride(0) for x in (*inputs, out))
     ring_kernel[(slots.shape[0] * heads,)](
         *inputs, pool, ring.keys, ring.values, ring.gates, ring.phases,
         out if value_scale is None else value_scale, slots, out,

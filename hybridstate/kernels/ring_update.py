@@ -20,7 +20,7 @@ from hybridstate.kernels import ring_reference
 from hybridstate.kernels.fusion import NO_FUSION, StepFusion, draw_fusion
 from hybridstate.kernels.layout import PackedLayout
 from hybridstate.kernels.ring_reference import Ring
-from hybridstate.kernels.update import Choice, _canonical
+from hybridstate.kernels.update import Choice, _canonical, _inner_contiguous
 
 Name = Literal["gluon", "triton", "reference"]
 
@@ -77,11 +77,9 @@ def ring_step(
                 hint="Permute the weights (export), or use packed_step.",
             )
     name = _choose(_canonical(v.device), layout).name if backend == "auto" else backend
-    rows = [x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v)]
+    rows = [_inner_contiguous(x) for x in (q, k, v, g, beta)]
     functions(name, layout)[0](
         *rows,
-        g.contiguous(),
-        beta.contiguous(),
         pool,
         ring,
         slots,
@@ -239,7 +237,7 @@ def check(
             v = draw(batch, heads, V).bfloat16()
             g = -0.2 * draw(*((batch, heads, K) if per_channel else (batch, heads))).abs()
             beta = draw(batch, heads).sigmoid()
-            inputs = [*vectors, v, g, beta]
+            inputs = [_apart(x) for x in (*vectors, v, g, beta)]
             out = torch.full_like(v, float("nan"))
             step(*inputs, pool, ring, slots, out, scale, layout, fusion)
             expected = torch.empty(v.shape, dtype=torch.float64, device=device)
@@ -286,6 +284,15 @@ def check(
 
 def _relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def _apart(x: Tensor) -> Tensor:
+    """The same [B, ...] with NaN between its rows, as columns of a fused projection lie."""
+    rows = x.flatten(1)
+    wide = x.new_full((len(x), rows.shape[1] + 8), float("nan"))
+    wide[:, : rows.shape[1]] = rows
+    apart: Tensor = wide[:, : rows.shape[1]].unflatten(1, x.shape[1:])
+    return apart
 
 
 def _copied(ring: Ring) -> Ring:
