@@ -103,7 +103,7 @@ def decode(result: Result) -> str:
     ]
     head = ["batch, state", "ran on", "TPOT", "FP32 over this", "its bytes alone", "state's share"]
     parts = [markdown(head, rows)]
-    timed = [row for row in order if row["components"]]
+    timed = [row for row in order if row["components"] and row["state"] in ("fp32", "damp")]
     if timed:
         names = list(timed[0]["components"])
         rows = [
