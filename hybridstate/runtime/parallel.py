@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybridstate.errors import UnsupportedModel
+from hybridstate.errors import NumericError, UnsupportedModel
 from hybridstate.families import AxisRule, LinearLayer, ModelSpec
 from hybridstate.families.axes import FLAT_GDN, table
 from hybridstate.plan.placement import check_tp
@@ -57,6 +57,7 @@ class Ranks:
     def __init__(self, rank: int = 0, size: int = 1, moves: Any = None) -> None:
         self.rank, self.size, self.moves = rank, size, moves
         self._sums = True
+        self._summed = 0
 
     @classmethod
     def join(cls, rank: int, size: int, device: torch.device, meeting: Path) -> Self:
@@ -127,9 +128,27 @@ class Ranks:
         """Forward hook of a linear layer: `[B, T, D]`, summed over the ranks in place."""
         import torch.distributed as dist
 
+        self._summed += 1
         if self._sums:
             dist.all_reduce(output)
         return output
+
+    def watch(self, model: Any, layers: int) -> None:
+        """Refuse a run of the model in which a linear layer was not summed, whatever code replaced it."""
+
+        def begin(*_call: Any) -> None:
+            self._summed = 0
+
+        def end(*_call: Any) -> None:
+            if self._summed != layers:
+                raise NumericError(
+                    f"{self._summed} of {layers} linear layers were summed over the ranks",
+                    found=self._summed,
+                    expected=layers,
+                )
+
+        model.register_forward_pre_hook(begin)
+        model.register_forward_hook(end)
 
     def _reduced(self, numbers: Floats, how: str) -> Floats:
         import torch.distributed as dist
@@ -187,6 +206,7 @@ def shard(loaded: LoadedModel, ranks: Ranks) -> LoadedModel:
         for part in module.modules():
             _resize(part, ranks.size)
         module.register_forward_hook(ranks.sum)
+    ranks.watch(loaded.model, len(spec.layers))
     loaded.recurrence.key_heads = tuple(layer.key_heads for layer in spec.layers)
     return replace(loaded, spec=spec)
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from hybridstate.errors import PlanMismatch, UnsupportedModel
+from hybridstate.errors import NumericError, PlanMismatch, UnsupportedModel
 from hybridstate.families import ModelSpec
 from hybridstate.plan.placement import place
 from hybridstate.plan.select import Selection, random_selection, select
 from hybridstate.runtime.exchange import rank_heads
 from hybridstate.runtime.fused import cache_name, linear_step
 from hybridstate.runtime.parallel import Ranks, rank_spec, shard
-from hybridstate.trajectories.cache import linear_layers, new_cache
+from hybridstate.trajectories.cache import linear_layers, new_cache, prefill
 from hybridstate.trajectories.model import LoadedModel, linear_modules, load_model
 from tests.families.saved import MODELS, available, save
 from tests.families.test_saved_models import RUNS
@@ -95,6 +95,19 @@ def test_a_rank_has_the_heads_that_the_placement_counts(family: str, tmp_path: P
 def _selection(masks: list[np.ndarray]) -> Selection:
     generator = np.random.Generator(np.random.PCG64(2))
     return select([np.where(generator.random(m.shape) < 0.4, 1000.0, 1.0) for m in masks], 64)
+
+
+def test_a_layer_that_is_not_summed_is_found(tmp_path: Path) -> None:
+    """Whatever replaces a layer's code has to leave the hook behind it."""
+    ranks = Ranks(0, TP)
+    loaded = shard(load_model(str(written("kimi_linear", tmp_path))), ranks)
+    tokens = torch.tensor([[5, 6, 7]])
+    with ranks.alone():
+        prefill(loaded, tokens)
+        module, _ = linear_modules(loaded.model, loaded.spec)[2]
+        module._forward_hooks.popitem()
+        with pytest.raises(NumericError, match="2 of 3 linear layers were summed"):
+            prefill(loaded, tokens)
 
 
 def test_ranks_that_do_not_divide_the_heads_are_refused(tmp_path: Path) -> None:
