@@ -1,7 +1,7 @@
 """What `bench update` tries for each state format and batch, and the check every one of them passes before it is timed.
 
-At 128 x 128 the dense candidates are those that were fastest, or within 1 % of it, on an H200 at that number of heads
-(32 to 32,768; GDN and KDA; 4 to 32 heads a layer); other dimensions try every candidate at every batch.
+At 128 x 128 on Hopper the dense candidates are all that were fastest at about so many heads in the recorded runs on an
+H200 (4 to 32,768 heads in a batch, GDN and KDA); other dimensions and devices try every candidate at every batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -98,7 +98,8 @@ def _dense(
     rows = DenseLayout(key_dim, value_dim, dtype)
     if device.type != "cuda" and update.backend(device, rows) != "triton":
         return [Configuration("reference", rows)]
-    known, wide = (key_dim, value_dim) == (128, 128), dtype == torch.float32
+    hopper = device.type != "cuda" or torch.cuda.get_device_capability(device) == HOPPER
+    known, wide = hopper and (key_dim, value_dim) == (128, 128), dtype == torch.float32
     found = []
     for order, columns, warps, *ranges in DENSE:
         least, most = ranges[0 if wide else 1]

@@ -86,13 +86,13 @@ def _skipping_zeros() -> str:
     for n in range(4):
         lines += [
             f"setp.lt.f32 tiny, ${5 + n}, 0f219392EF; selp.b32 lift, 0x5f800000, 0x3f800000, tiny;",
-            f"mul.f32 d, ${5 + n}, lift; neg.f32 n, d; rcp.approx.ftz.f32 r, d;",
+            f"mul.rn.f32 d, ${5 + n}, lift; neg.f32 n, d; rcp.approx.ftz.f32 r, d;",
             "fma.rn.f32 e, n, r, 0f3f800000; fma.rn.f32 r, r, e, r;",
-            f"mul.f32 x, ${1 + n}, lift; mul.f32 q, x, r;",
+            f"mul.rn.f32 x, ${1 + n}, lift; mul.rn.f32 q, x, r;",
             "fma.rn.f32 e, q, n, x; fma.rn.f32 q, e, r, q;",
             "fma.rn.f32 e, q, n, x; fma.rn.f32 q, e, r, q;",
             "max.f32 q, q, 0fc2fe0000; min.f32 q, q, 0f42fe0000;",
-            f"add.f32 code{n}, q, 0f4b400000;",
+            f"add.rn.f32 code{n}, q, 0f4b400000;",
         ]
     lines += [
         "prmt.b32 low, code0, code1, 0x0040; prmt.b32 high, code2, code3, 0x0040;",

@@ -51,7 +51,9 @@ def test_rows(
     check_rows(codec, scale_dtype, "cuda", per_channel=per_channel, padded=padded, sizes=sizes)
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[3], LAYOUTS[4]], ids=lambda x: x.layout_id)
+@pytest.mark.parametrize(
+    "layout", [LAYOUTS[0], *LAYOUTS[3:6], LARGE_LAYOUTS[0]], ids=lambda x: x.layout_id
+)
 @pytest.mark.parametrize("per_channel", [False, True], ids=["heads", "channels"])
 def test_packed_slots_to_rows_and_back(layout: PackedLayout, per_channel: bool) -> None:
     check_packed_checkpoint(layout, "cuda", per_channel=per_channel)
