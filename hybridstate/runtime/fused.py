@@ -46,8 +46,6 @@ Advance = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """q, k `[B, Hk, K]`, v `[B, H, V]`, raw decay input `[B, H]` or `[B, H, K]`, raw strength `[B, H]` -> o `[B, H, V]`."""
 ALIGNED: Final = 8
 """Rows of a joined projection are padded to a multiple of this many: matrix kernels want 16 bytes of BF16."""
-_PROMPT: Final = 40
-"""Tokens of a trial of a prompt: more than a chunk of the recurrence."""
 _ROWS: Final = 8
 """Rows of a trial at each scale."""
 _SCALES: Final = (1.0, 1 / 4, 4.0)
@@ -260,38 +258,6 @@ def _linear_trial(
     )
     # rows of one scale together: a head that nearly cancels magnifies roundings of its row
     return all(agree(a.flatten()[None], b.flatten()[None], dtype=loaded.dtype) for a, b in pairs)
-
-
-@torch.no_grad()
-def prompt_agrees(loaded: LoadedModel, module: Any, layer: LinearLayer, step: LinearStep) -> bool:
-    """Whether `LinearStep.prompt` gives what the module gives, from a state and from none."""
-    generator = torch.Generator().manual_seed(layer.index)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(loaded.device, loaded.dtype)
-
-    try:
-        x = draw(1, _PROMPT, module_width(module))
-        held = draw(1, layer.value_heads, layer.key_dim, layer.value_dim).float() / 10
-        window = draw(1, layer.conv_channels, layer.conv_width - 1)
-        for state in (held, None):
-            past = new_cache(loaded)
-            cached = past.layers[layer.index]
-            if state is None:
-                window = torch.zeros_like(window)
-            else:
-                padded = torch.nn.functional.pad(window, (1, 0))
-                cached.update_conv_state(padded, conv_kernel_size=padded.shape[-1])
-                cached.update_recurrent_state(state.clone())
-            expected = module(x, **{cache_name(module): past})[0]
-            found, after, ours = step.prompt(x[0], window[0], state)
-            kept = cached.conv_states[0][0, :, 1 - layer.conv_width :]
-            for a, b in ((found, expected), (ours, cached.recurrent_states[0]), (after, kept)):
-                if not agree(a.flatten()[None], b.flatten()[None], dtype=loaded.dtype):
-                    return False
-    except FAILURES:
-        return False
-    return True
 
 
 def module_width(module: Any) -> int:

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from hybridstate.errors import NumericError
 from hybridstate.kernels.dispatch import by_kernels
-from hybridstate.runtime.fused import LinearStep, expert_step, linear_step, prompt_agrees
+from hybridstate.runtime.dense import dense_step
+from hybridstate.runtime.fused import LinearStep, expert_step, linear_step
 from hybridstate.runtime.kv import LineCache, line_layer_class
+from hybridstate.runtime.prompts import prompt_agrees
 from hybridstate.trajectories.cache import forward, linear_layers, new_cache
 from hybridstate.trajectories.launches import replacement
 from hybridstate.trajectories.model import LoadedModel, linear_modules, swap
@@ -46,7 +48,8 @@ class StepModules:
     def __init__(self, loaded: LoadedModel) -> None:
         self.linear: dict[int, LinearStep] = {}
         """By ordinal."""
-        self.replaced = dict.fromkeys(("linear", "mixtures", "norms", "routers", "experts"), 0)
+        kinds = ("linear", "mixtures", "norms", "routers", "experts", "dense")
+        self.replaced = dict.fromkeys(kinds, 0)
         self._modules: list[tuple[Any, int]] = []
         self._forwards: list[tuple[Any, Callable[..., Any]]] = []
         self.slots: Tensor | None = None
@@ -74,7 +77,11 @@ class StepModules:
         if not by_kernels(next(loaded.model.parameters())):
             return
         for module in loaded.model.modules():
-            kind, found = ("", None) if module in inside else replacement(module)
+            if module in inside:
+                continue
+            kind, found = replacement(module)
+            if found is None:
+                kind, found = "dense", dense_step(module)
             if found is not None:
                 self.replaced[kind] += 1
                 self._forwards.append((module, found))

@@ -11,6 +11,7 @@ from hybridstate.bench.decode_check import errors, simulated_logits
 from hybridstate.errors import NumericError, UsageError
 from hybridstate.kernels import dispatch
 from hybridstate.runtime import fused
+from hybridstate.runtime.dense import dense_step
 from hybridstate.runtime.engine import DecodeEngine
 from hybridstate.runtime.kv import LineCache, block_shapes
 from hybridstate.runtime.restore import Prefix, capture, resume
@@ -62,6 +63,34 @@ def test_steps_on_lines_equal_the_model(loaded: LoadedModel, state: str) -> None
     assert engine.modules.prompts
 
 
+def test_a_feed_forward_block_is_replaced_only_by_its_equal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class OtherMLP(torch.nn.Module):
+        def __init__(self, swapped: bool, bias: bool = False) -> None:
+            super().__init__()
+            self.gate_proj = torch.nn.Linear(12, 20, bias=bias)
+            self.up_proj = torch.nn.Linear(12, 20, bias=bias)
+            self.down_proj = torch.nn.Linear(20, 12, bias=bias)
+            self.swapped = swapped
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            a, b = self.gate_proj(x), self.up_proj(x)
+            a, b = (b, a) if self.swapped else (a, b)
+            found: torch.Tensor = self.down_proj(torch.nn.functional.silu(a) * b)
+            return found
+
+    monkeypatch.setattr(dispatch, "INTERPRETED", True)
+    module = OtherMLP(swapped=False)
+    step = dense_step(module)
+    assert step is not None
+    x = torch.randn(2, 3, 12, generator=torch.Generator().manual_seed(1))
+    assert_within(step(x), module(x), "kernel-f32")
+    assert dense_step(OtherMLP(swapped=True)) is None
+    assert dense_step(OtherMLP(swapped=False, bias=True)) is None
+    assert dense_step(torch.nn.Linear(2, 2)) is None
+
+
 @pytest.mark.slow
 def test_a_prompt_through_kernels_equals_the_model(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
@@ -103,6 +132,8 @@ def test_a_step_of_kernels_equals_the_model(
         lines.write(block, rows[:1], 0, keys, values)
     found = PooledStep(engine, lines, slots, rows, lengths)(torch.tensor([[int(forced[0])], [7]]))
     assert engine.modules.replaced["norms"] > 8
+    dense = sum(hasattr(block.mlp, "gate_proj") for block in loaded.model.model.layers)
+    assert engine.modules.replaced["dense"] == dense
     assert engine.modules.replaced["linear"] == 3
     expected = simulated_logits(loaded, None, prefix, forced)
     assert_within(found[None, :1], expected, "replay-logits-f32")
