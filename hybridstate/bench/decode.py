@@ -179,7 +179,7 @@ def run_decode(
                 "checked_tokens": TIMED_CHECK_TOKENS,
                 "warmup_tokens": options.warmup,
                 "plan_digest": plan.digest if plan is not None else None,
-                "key_order": _key_order(loaded, plan),
+                "key_order": _key_order(loaded, plan, ringed=any(n > 1 for _, n in formats)),
             },
             "checks": checks,
             "rows": rows,
@@ -220,12 +220,12 @@ def _ran(loaded: LoadedModel, plan: Plan | None) -> str:
     return "as given" if plan is None else verify_against(plan, loaded.checkpoint)
 
 
-def _key_order(loaded: LoadedModel, plan: Plan | None) -> str:
-    """Where the packed state's channel order comes from."""
+def _key_order(loaded: LoadedModel, plan: Plan | None, *, ringed: bool) -> str:
+    """Where the packed state's channel order comes from; `ringed`: some states have a ring."""
     if plan is None:
         return "first channels protected"
     if any(order.key is not None for order in stored_orders(plan, loaded)[0]):
-        return "plan, gathered by the kernel, before it where there is a ring"
+        return "plan, gathered by the kernel" + (", before it where there is a ring" * ringed)
     exported = verify_against(plan, loaded.checkpoint) == "exported"
     return "exported weights" if exported else "plan, which moves nothing"
 
