@@ -175,7 +175,7 @@ def kernel_bits(result: Result, packed: str, every: int) -> str:
     """Bits per value of a packed format with the ring that the kernels keep; embedded models only."""
     from hybridstate import analyze
     from hybridstate.errors import HybridStateError
-    from hybridstate.plan.accounting import ring_bits
+    from hybridstate.quant.ring import ring_bits
 
     row = by_format(result).get(packed)
     try:

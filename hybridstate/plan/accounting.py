@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from hybridstate.defaults import GROUP, K_HI_SHARE
 from hybridstate.errors import PlanMismatch
-from hybridstate.families import LinearLayer, ModelSpec
+from hybridstate.families import ModelSpec
 from hybridstate.plan.select import Selection
 
 TEMPORAL_BYTES: Final = 4
@@ -159,22 +159,6 @@ def packed_bits(key_dim: int, k_hi: int, group: int = GROUP, value_dim: int | No
         raise PlanMismatch(f"K_hi must lie in 0..{key_dim}, found {k_hi}", found=k_hi)
     scale_bits = 32 / group if value_dim is None else 32 * -(-value_dim // group) / value_dim
     return (16 * k_hi + (8 + scale_bits) * (key_dim - k_hi)) / key_dim
-
-
-def ring_bits(layer: LinearLayer, every: int, *, per_channel: bool) -> float:
-    """Bits per state value of the inputs kept between two writes, 0 where every update writes.
-
-    What `kernels.ring_reference.Ring` keeps of a value head: `every` - 1 entries of FP16 k (shared by the value
-    heads of a key head), FP16 pseudo value and, for one decay per key channel, FP16 log decays; for one decay per
-    head `every` FP32 sums of them; a counter.
-    """
-    if every == 1:
-        return 0.0
-    entry = 16 * (layer.key_dim * layer.key_heads / layer.value_heads + layer.value_dim)
-    if per_channel:
-        entry += 16 * layer.key_dim
-    fixed = 32 + (0 if per_channel else 32 * every)
-    return ((every - 1) * entry + fixed) / (layer.key_dim * layer.value_dim)
 
 
 def default_k_hi(key_dim: int) -> int:

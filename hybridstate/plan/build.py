@@ -10,7 +10,7 @@ from hybridstate.checkpoint import Checkpoint
 from hybridstate.defaults import REPEATED_LIMIT
 from hybridstate.errors import NumericError, PlanMismatch, UsageError
 from hybridstate.families import LinearLayer
-from hybridstate.plan.accounting import account, ring_bits, temporal_bytes
+from hybridstate.plan.accounting import account, temporal_bytes
 from hybridstate.plan.calibration import Calibration
 from hybridstate.plan.compare import checkpoint_digests
 from hybridstate.plan.orders import KeyOrder, StoredOrders, ValueOrder, stored_orders
@@ -19,6 +19,7 @@ from hybridstate.plan.schema import SCHEMA_NAME, SCHEMA_VERSION
 from hybridstate.plan.select import Selection
 from hybridstate.plan.store import Plan, seal
 from hybridstate.provenance import environment
+from hybridstate.quant.ring import ring_bits
 
 Array = NDArray[Any]
 

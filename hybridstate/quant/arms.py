@@ -12,6 +12,7 @@ import torch
 from hybridstate.defaults import FP16_MAX, GROUP
 from hybridstate.families import LinearLayer
 from hybridstate.quant.formats import FORMATS, Format, format_named, grouped
+from hybridstate.quant.ring import ring_bits
 from hybridstate.quant.rounding import uniform
 
 RESIDUAL_BITS = {"fp16": 16.0, "int4": 4.0}
@@ -141,19 +142,8 @@ class Arm:
         return (k_hi * self.high.bits(value_dim) + (key_dim - k_hi) * low) / key_dim
 
     def ring_bits(self, layer: LinearLayer, *, per_channel: bool) -> float:
-        """Bits per state value of the inputs kept between two writes, 0 where every update writes.
-
-        What `kernels.ring_reference.Ring` keeps, as `plan.accounting.ring_bits` counts it: `every` - 1 entries of
-        FP16 k (shared by the value heads of a key head), FP16 pseudo value and, per channel, FP16 log decays; per
-        head `every` FP32 sums of log decays; a counter.
-        """
-        if self.every == 1:
-            return 0.0
-        entry = 16 * (layer.key_dim * layer.key_heads / layer.value_heads + layer.value_dim)
-        if per_channel:
-            entry += 16 * layer.key_dim
-        fixed = 32 + (0 if per_channel else 32 * self.every)
-        return ((self.every - 1) * entry + fixed) / (layer.key_dim * layer.value_dim)
+        """Bits per state value of the inputs kept between two writes, 0 where every update writes."""
+        return ring_bits(layer, self.every, per_channel=per_channel)
 
     def saturated(self, state: torch.Tensor, ordinal: int) -> int:
         """Values of a state beyond FP16, where this arm stores FP16."""

@@ -49,11 +49,10 @@ CHANNEL_SAMPLES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Simulation:
+class Outcome:
     """Per position of A arms (the first is FP32) over S sequences and N positions.
 
     Attributes:
-        arms: the arms as run.
         kl: `[A, S, N]` KL divergence of the arm's next-token distribution from FP32's, in nats.
         same_top: `[A, S, N]` whether both prefer the same token.
         nll: `[A, S, N]` negative log-likelihood of the token that follows, in nats.
@@ -63,11 +62,8 @@ class Simulation:
         saturated: per arm, values beyond FP16 that were to be stored as FP16, at chunk ends and compared updates.
         channel_error: per linear layer `[A, H, K]`, ||S^q_u - S_u||^2 per key channel, mean over sequences
             and over `CHANNEL_SAMPLES` evenly spaced updates.
-        chunk: prefill tokens between two writes of the state.
-        slow: why a GPU stored arm after arm instead of all at once; None where it did not.
     """
 
-    arms: tuple[Arm, ...]
     kl: NDArray[np.float64]
     same_top: NDArray[np.bool_]
     nll: NDArray[np.float64]
@@ -76,6 +72,19 @@ class Simulation:
     state_error: NDArray[np.float64]
     saturated: tuple[int, ...]
     channel_error: tuple[NDArray[np.float64], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation(Outcome):
+    """The outcome of all sequences.
+
+    Attributes:
+        arms: the arms as run.
+        chunk: prefill tokens between two writes of the state.
+        slow: why a GPU stored arm after arm instead of all at once; None where it did not.
+    """
+
+    arms: tuple[Arm, ...]
     chunk: int
     slow: str | None = None
 
@@ -198,7 +207,7 @@ def simulate(
     starts = range(0, len(prompts), group)
     arms = tuple(arm.to(loaded.device) for arm in arms)
     generated = generated.to(loaded.device, torch.int64)
-    parts: list[_Outcome] = []
+    parts: list[Outcome] = []
     slow: str | None = None
     for done, start in enumerate(starts):
 
@@ -242,20 +251,6 @@ def sequences_together(loaded: LoadedModel, arms: int, batch: int) -> int:
     return max(1, STATE_BYTES // (arms * state))
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """`Simulation` of one group of sequences."""
-
-    kl: NDArray[np.float64]
-    same_top: NDArray[np.bool_]
-    nll: NDArray[np.float64]
-    hit: NDArray[np.bool_]
-    steps: tuple[int, ...]
-    state_error: NDArray[np.float64]
-    saturated: tuple[int, ...]
-    channel_error: tuple[NDArray[np.float64], ...]
-
-
 class _Pass:
     """Teacher forcing of one group of S sequences under A arms.
 
@@ -297,7 +292,7 @@ class _Pass:
         )
         self.cache: Any = None
 
-    def run(self, advance: Callable[[int], None]) -> _Outcome:
+    def run(self, advance: Callable[[int], None]) -> Outcome:
         """Prefill, then every update; `advance` is told the updates done."""
         with stage("validate-prefill"):
             self._prefill()
@@ -327,7 +322,7 @@ class _Pass:
                 f"after validating {names}",
             )
         fact("validation", replay.to_json() | {"rows": len(self.everyone), "updates": self.updates})
-        return _Outcome(
+        return Outcome(
             kl=self.kl.cpu().numpy(),
             same_top=self.same_top.cpu().numpy(),
             nll=self.nll.cpu().numpy(),

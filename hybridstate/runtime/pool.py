@@ -31,7 +31,7 @@ from hybridstate.kernels.pack import pack_states, unpack_states
 from hybridstate.kernels.ring_reference import LONGEST, Ring
 from hybridstate.kernels.transfer import Backend, copy_slots
 from hybridstate.kernels.transfer_tables import ALIGNMENT, LayerSet
-from hybridstate.plan.accounting import ring_bits
+from hybridstate.quant.ring import ring_bits
 
 StateFormat = Literal["fp32", "bf16", "fp16", "damp"]
 STATE_FORMATS: Final[tuple[str, ...]] = get_args(StateFormat)

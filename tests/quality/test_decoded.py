@@ -52,7 +52,7 @@ def test_an_answer_counts_when_all_its_tokens_are_the_likeliest() -> None:
     hit[1, 0, b - 2] = False  # the position before the last byte of one answer
     nothing = np.zeros((2, 4, 767))
     found = Simulation(
-        arms, nothing, hit, nothing, hit, (767,), np.zeros((1, 2, 4)), (0, 0), (), 64
+        nothing, hit, nothing, hit, (767,), np.zeros((1, 2, 4)), (0, 0), (), arms, 64
     )
     scores = score_answers(found, texts)
     assert b - a == 3

@@ -36,7 +36,7 @@ def simulation() -> Simulation:
     error[0, 1], error[1, 1] = 0.05, [0.1, 0.2, 0.3]
     hit = np.ones((2, 3, 2), dtype=bool)
     zeros = (np.zeros((2, 1, 8)),)
-    return Simulation(arms, kl, same, nll, hit, (1, 2), error, (0, 7), zeros, 8192)
+    return Simulation(kl, same, nll, hit, (1, 2), error, (0, 7), zeros, arms, 8192)
 
 
 def test_means_are_over_positions_then_sequences_with_errors_over_sequences() -> None:

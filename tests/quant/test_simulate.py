@@ -12,9 +12,9 @@ from hybridstate.families import LinearLayer
 from hybridstate.kernels import reference
 from hybridstate.kernels.layout import PackedLayout
 from hybridstate.kernels.ring_reference import Ring
-from hybridstate.plan.accounting import ring_bits
 from hybridstate.quant.arms import Arm, plain_arm
 from hybridstate.quant.formats import FORMATS, Format
+from hybridstate.quant.ring import ring_bits
 from hybridstate.quant.simulate import (
     STATE_BYTES,
     channel_errors,

@@ -10,12 +10,12 @@ import torch
 from hybridstate import api
 from hybridstate.checkpoint import open_checkpoint
 from hybridstate.errors import PlanMismatch, SourceError, UsageError
-from hybridstate.plan.accounting import ring_bits
 from hybridstate.plan.calibration import read_calibration
 from hybridstate.plan.orders import common_order
 from hybridstate.plan.store import read_plan
 from hybridstate.quality.storage import RECURRENCE_ERROR
 from hybridstate.quant.arms import plain_arm
+from hybridstate.quant.ring import ring_bits
 from hybridstate.runtime.engine import DecodeEngine
 from hybridstate.runtime.restore import capture
 from hybridstate.trajectories.cache import prefill
