@@ -25,8 +25,8 @@ SHAPES: Final = {
     "qwen3.6-35b-a3b": Geometry(16, 32, 128, 128, per_channel=False),
     "kimi-linear-48b-a3b": Geometry(32, 32, 128, 128, per_channel=True),
 }
-FORMS: Final = ((32, 16), (32, 32), (64, 16), (64, 32), (16, 16))
-"""Tokens of a chunk and value columns of a program, tried by `--tune`."""
+FORMS: Final = ((32, 16, 128), (32, 16, 0), (64, 16, 128), (16, 16, 128))
+"""Tokens of a chunk, value columns of a program and programs that get eight warps, tried by `--tune`."""
 
 
 def milliseconds(call: Any, repeats: int) -> float:
@@ -78,14 +78,14 @@ def main() -> int:
             _, exact = chunk_prefill(*wide)
             args = [x.cuda() for x in (*drawn, state)]
             plain = milliseconds(lambda a=args: chunk_prefill(*a), 3)
-            for chunk, columns in FORMS if given.tune else FORMS[:1]:
-                kernel.CHUNK, kernel.COLUMNS = chunk, columns
+            for chunk, columns, few in FORMS if given.tune else FORMS[:1]:
+                kernel.CHUNK, kernel.COLUMNS, kernel.FEW = chunk, columns, few
 
                 def call(a: Any = args, precision: Any = choice.precision) -> Any:
                     return kernel.prefill(*a, precision=precision)
 
                 row: dict[str, Any] = {"shape": name, "tokens": tokens, "chunk": chunk}
-                row |= {"columns": columns, "torch_ms": round(plain, 3)}
+                row |= {"columns": columns, "few": few, "torch_ms": round(plain, 3)}
                 try:
                     error = float((call()[1].double() - exact).norm() / exact.norm())
                     row |= {"state_error": error, "ms": round(milliseconds(call, given.repeats), 4)}
