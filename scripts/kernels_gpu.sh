@@ -40,7 +40,7 @@ for number in 0 1 2 3 4; do
 done
 compile codecs scripts/measure_codecs.py --compile 4,16
 compile tokens scripts/measure_codecs.py --compile tokens
-part tests "$checks" "$python" -m pytest -q -m gpu -p no:benchmark -p no:cacheprovider -n 9 --dist worksteal \
+part tests "$checks" "$python" -m pytest -q -m gpu -p no:benchmark -p no:cacheprovider -n 12 --dist worksteal \
     --maxfail=40 --durations=25 tests/kernels tests/runtime/test_tensor_store_gpu.py tests/bench/test_update.py
 wait
 
