@@ -166,7 +166,6 @@ def calibrate(
     it writes calibration.json and calibration.safetensors for export-plan.
     """
     with command("calibrate", model=model, json=json, quiet=quiet) as out:
-        from hybridstate.checkpoint import EMBEDDED
         from hybridstate.provenance import check_output_folder, environment
         from hybridstate.quant.catalogue import parse_list
 
@@ -177,9 +176,8 @@ def calibrate(
             _check_part(part, output)
         elif output is not None:
             check_output_folder(output, force=force)
-        if tasks and model not in EMBEDDED:
-            trained = " and ".join(EMBEDDED)
-            out.warn(f"--tasks {tasks} asks nothing: only {trained} were trained on the tasks")
+        if tasks:
+            _check_tasks(out, model, tasks, profile, seed)
         options: dict[str, Any] = {
             "profile": profile,
             "k_hi": k_hi,
@@ -238,10 +236,6 @@ def calibrate(
             names = ("calibration.json", "calibration.safetensors")
             result["written"] = [str(output / name) for name in names]
             out.note(f"wrote {' and '.join(names)} to {output}")
-        if tasks and model in EMBEDDED and result["task_accuracy"] is None:
-            out.warn(
-                f"--tasks {tasks} asked nothing: {profile} texts are too short for the questions"
-            )
         out.result(result)
 
 
@@ -270,6 +264,21 @@ def _check(
             raise UsageError(f"{name} must be at least {least}, found {value}")
     if deadline is not None and not (math.isfinite(deadline) and deadline >= 0):
         raise UsageError(f"--deadline must be 0 or a positive number, found {deadline}")
+
+
+def _check_tasks(out: Output, model: str, tasks: int, profile: str, seed: int) -> None:
+    """Say where questions cannot be asked."""
+    from hybridstate.checkpoint import EMBEDDED
+    from hybridstate.quality.decoded import room_for_tasks
+    from hybridstate.trajectories.protocol import protocol
+
+    if model not in EMBEDDED:
+        trained = " and ".join(EMBEDDED)
+        out.warn(f"--tasks {tasks} asks nothing: only {trained} were trained on the tasks")
+    elif not room_for_tasks(protocol(profile), seed=seed):
+        out.warn(
+            f"--tasks {tasks} asks nothing: texts of the {profile} profile are too short for facts and questions"
+        )
 
 
 def _check_part(part: str, output: Path | None) -> None:

@@ -71,19 +71,14 @@ def task_texts(
     Raises:
         ValueError: the tokenizer does not give one token per byte.
     """
-    total = protocol.input_tokens + protocol.new_tokens
-    filler = min(FILLER, protocol.new_tokens // 2)
+    total, start = protocol.input_tokens + protocol.new_tokens, protocol.input_tokens
     tasks, prompts, following, answers = [], [], [], []
     for place, task in enumerate(DECODED):
         for number in range(per_task):
-            rng = np.random.Generator(np.random.PCG64([seed, place, number]))
-            try:
-                text, spans = examination(task, tokens=total, rng=rng, filler_tokens=filler)
-            except ValueError:
+            found = _text(task, protocol, [seed, place, number])
+            if found is None:
                 return None
-            start = protocol.input_tokens
-            if spans[0][0] <= start:
-                return None
+            text, spans = found
             ids = np.asarray(loaded.encode(text.decode("ascii")), dtype=np.int64)
             if len(ids) != total:
                 raise ValueError(f"{len(ids)} tokens for {total} bytes of {task}")
@@ -97,8 +92,31 @@ def task_texts(
         tuple(prompts),
         torch.from_numpy(np.stack(following)),
         tuple(answers),
-        filler,
+        _filler(protocol),
     )
+
+
+def room_for_tasks(protocol: Protocol, *, seed: int) -> bool:
+    """Whether prompt and generated text are long enough for the texts of `task_texts`."""
+    places = enumerate(DECODED)
+    return all(_text(task, protocol, [seed, place, 0]) is not None for place, task in places)
+
+
+def _filler(protocol: Protocol) -> int:
+    return min(FILLER, protocol.new_tokens // 2)
+
+
+def _text(
+    task: str, protocol: Protocol, seed: list[int]
+) -> tuple[bytes, tuple[tuple[int, int], ...]] | None:
+    """Text of a task and where its answers lie; None where they do not fit behind the prompt."""
+    total = protocol.input_tokens + protocol.new_tokens
+    rng = np.random.Generator(np.random.PCG64(seed))
+    try:
+        text, spans = examination(task, tokens=total, rng=rng, filler_tokens=_filler(protocol))
+    except ValueError:
+        return None
+    return (text, spans) if spans[0][0] > protocol.input_tokens else None
 
 
 def score_answers(simulation: Simulation, texts: TaskTexts) -> TaskScores:

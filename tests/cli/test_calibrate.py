@@ -132,8 +132,14 @@ def test_tasks_that_ask_nothing_are_said(run: Any, tiny_kda: Path, dry: list[str
     result = run(tiny_kda, "--k-hi", 2, "--device", "cpu", "--tasks", 4, *dry)
     assert result.exit_code == 0, result.stderr
     assert "--tasks 4 asks nothing: only tiny-gdn and tiny-kda" in " ".join(result.stderr.split())
-    asked = run("tiny-kda", "--tasks", 4, "--dry-run")
-    assert "asks nothing" not in asked.stderr
+
+
+def test_tasks_need_the_long_profile(run: Any) -> None:
+    short = run("tiny-kda", "--tasks", 4, "--dry-run")
+    assert "--tasks 4 asks nothing: texts of the quick profile" in " ".join(short.stderr.split())
+    long = run("tiny-kda", "--tasks", 4, "--profile", "paper", "--dry-run")
+    assert long.exit_code == 0, long.stderr
+    assert "asks nothing" not in long.stderr
 
 
 def test_dry_run_tells_draws_and_sequences(run: Any, tiny_kda: Path) -> None:
