@@ -30,7 +30,7 @@ from hybridstate.kernels.layout import DenseLayout, DenseOrder, PackedLayout
 from hybridstate.plan.store import Plan
 from hybridstate.runtime.kv import LineCache, block_shapes
 from hybridstate.runtime.orders import planned_interval, stored_orders
-from hybridstate.runtime.pool import StatePool
+from hybridstate.runtime.pool import DENSE, StatePool
 from hybridstate.runtime.restore import Prefix, resume
 from hybridstate.runtime.step import (
     PooledStep,
@@ -48,10 +48,21 @@ __all__ = ["DecodeEngine", "DecodeRun", "StateHandle"]
 GRAPH_WARMUP = 3
 
 
-def _dense_order(loaded: LoadedModel) -> DenseOrder:
-    """The fastest order of a dense state on a GPU, the readable one elsewhere."""
-    tiled = all(layer.value_dim % 8 == 0 for layer in loaded.spec.layers)
-    return "tiles" if loaded.device.type == "cuda" and tiled else "rows"
+def _dense_order(loaded: LoadedModel, state: str) -> DenseOrder:
+    """The fastest order of a dense state on a GPU, the readable one elsewhere.
+
+    Matrix instructions on 16-bit states: 142 µs at batch 256 where tiles take 165 (Qwen3.6-35B on an H200).
+    """
+    if loaded.device.type != "cuda":
+        return "rows"
+    layers, dtype = loaded.spec.layers, DENSE.get(state, torch.float32)
+    try:
+        matrix = {DenseLayout(n.key_dim, n.value_dim, dtype, "fragment") for n in layers}
+    except NumericError:  # no such order for these dimensions or dtype
+        matrix = set()
+    if matrix and all(update.backend(loaded.device, layout) == "gluon" for layout in matrix):
+        return "fragment"
+    return "tiles" if all(layer.value_dim % 8 == 0 for layer in layers) else "rows"
 
 
 class DecodeEngine:
@@ -96,7 +107,7 @@ class DecodeEngine:
             slots,
             state=state,
             k_hi=planned if planned is not None else k_hi,
-            dense_order=_dense_order(loaded),
+            dense_order=_dense_order(loaded, state),
             every=requantise_every,
             ring_key_heads=[
                 order.key_heads(layer)

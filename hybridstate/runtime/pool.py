@@ -37,7 +37,7 @@ StateFormat = Literal["fp32", "bf16", "fp16", "damp"]
 STATE_FORMATS: Final[tuple[str, ...]] = get_args(StateFormat)
 
 POISON_BYTE: Final = 0xFF
-_DENSE: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DENSE: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def default_k_hi(layer: LinearLayer) -> int:
@@ -96,7 +96,7 @@ class StatePool:
         self.layouts: tuple[PackedLayout | DenseLayout, ...] = tuple(
             _packed_layout(layer, k_hi, every)
             if state == "damp"
-            else DenseLayout(layer.key_dim, layer.value_dim, _DENSE[state], dense_order)
+            else DenseLayout(layer.key_dim, layer.value_dim, DENSE[state], dense_order)
             for layer in spec.layers
         )
         self.states = tuple(
