@@ -301,8 +301,11 @@ class Bench:
         engine = self.subject.engine(
             arm, max(native, self._running) + RESERVED, modules=self._modules
         )
-        with self.subject.ranks.alone():  # trials compare a layer's part with its part
+        ranks = self.subject.ranks
+        with ranks.alone():  # trials compare a layer's part with its part
             modules = engine.modules
+            # prompts run the replaced code of whole modules too, which has to round alike everywhere
+            modules.prompts = bool(ranks.fewest(int(modules.prompts)))
             made = ServingEngine(
                 engine, running=self._running, length=self._length, chunk=self._chunk
             )

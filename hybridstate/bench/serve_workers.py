@@ -187,9 +187,13 @@ class Peers:
             self._processes.append(process)
         self.device = _rank_device(setting, 0)
         try:
+            for pipe in self._pipes:
+                pipe.recv()  # a process that ended before would be waited for
             self.ranks = Ranks.join(0, size, self.device, meeting)
-        except RuntimeError as error:
-            raise NumericError(f"the {size} ranks did not meet: {told(error)}") from error
+        except (RuntimeError, EOFError) as error:
+            said = self._said(f"the ranks did not meet: {told(error)}")
+            self._end()
+            raise NumericError(said) from error
 
     def serve(self, here: Worker, job: Job) -> Outcome | None:
         """The outcome of a job on all ranks, None after the deadline.
@@ -235,6 +239,11 @@ class Peers:
             pipe.close()
         if kind is None or self.device.type != "cuda":
             self.ranks.leave()
+        self._end()
+
+    def _end(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
         for process in self._processes:
             process.join(SAID_WITHIN)
             process.terminate()
@@ -255,9 +264,10 @@ def _rank_device(setting: Setting, rank: int) -> torch.device:
 
 
 def _serve_rank(setting: Setting, rank: int, meeting: Path, pipe: Any) -> None:
-    """The process of a rank other than 0: serve jobs until the pipe closes; None for each, or why it failed."""
+    """The process of a rank other than 0: serve jobs until the pipe closes; None when ready and for each, else why."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 is interrupted, and ends the others
     device = _rank_device(setting, rank)
+    pipe.send(None)
     ranks = Ranks.join(rank, setting.options.tp, device, meeting)
     try:
         worker = Worker(setting, str(device), ranks)

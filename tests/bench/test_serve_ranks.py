@@ -197,6 +197,14 @@ def test_a_rank_that_fails_ends_the_run(tiny_kda: Path, monkeypatch: pytest.Monk
     assert not torch.distributed.is_initialized()
 
 
+def test_a_rank_that_never_comes_is_not_waited_for(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybridstate.bench.serve_workers._serve_rank", print)
+    with pytest.raises(NumericError, match="rank 1: its process ended"):
+        Peers(setting_of(model))
+
+
 def test_ranks_that_generate_otherwise_are_found(
     tiny_kda: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
