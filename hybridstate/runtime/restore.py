@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ from hybridstate.provenance import sha256_bytes
 from hybridstate.runtime.pool import StatePool
 from hybridstate.trajectories.cache import forward, linear_layers, new_cache
 from hybridstate.trajectories.model import LoadedModel
+
+if TYPE_CHECKING:
+    from hybridstate.runtime.step import StepModules
 
 KeyValue = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 
@@ -311,11 +314,14 @@ def _flat(state: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def replay(loaded: LoadedModel, prefix: Prefix, window: int) -> tuple[torch.Tensor, ...]:
+def replay(
+    loaded: LoadedModel, prefix: Prefix, window: int, modules: "StepModules | None" = None
+) -> tuple[torch.Tensor, ...]:
     """States after replaying the last `window` tokens from a zero scratch (see the module docstring).
 
     Args:
         window: `W_replay`; more than the prefix holds means all of it, and 0 is refused.
+        modules: run one sequence as prompts run through them.
 
     Returns:
         FP32 `[B, H, K, V]` per linear layer. `prefix` is not touched.
@@ -326,7 +332,16 @@ def replay(loaded: LoadedModel, prefix: Prefix, window: int) -> tuple[torch.Tens
     scratch = new_cache(loaded)
     for block, (keys, values) in prefix.kv.items():
         scratch.layers[block] = _replay_layer_class()(keys, values, start)
-    forward(loaded, prefix.tokens[:, start:], scratch, logits_to_keep=1)
+    tokens = prefix.tokens[:, start:]
+    if modules is not None and modules.prompts:
+        blank = [
+            torch.zeros(n.conv_channels, n.conv_width - 1, dtype=loaded.dtype, device=loaded.device)
+            for n in loaded.spec.layers
+        ]
+        with modules.prompt(blank, [None] * len(blank)) as after:
+            forward(loaded, tokens, scratch, logits_to_keep=1)
+        return tuple(after[layer.ordinal][1] for layer in loaded.spec.layers)
+    forward(loaded, tokens, scratch, logits_to_keep=1)
     return tuple(layer.recurrent_states[0].float() for layer in linear_layers(scratch))
 
 

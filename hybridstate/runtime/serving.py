@@ -316,7 +316,7 @@ class ServingEngine:
         """States of a prefix after its last `window` tokens from zero, in the pool's order (`tensor_store.Replay`)."""
         tokens = torch.from_numpy(prefix.tokens.astype(np.int64))[None]
         whole = restore.Prefix(tokens.to(self._device), (), (), joined_keys(prefix.kv))
-        states = restore.replay(self.engine.loaded, whole, window)
+        states = restore.replay(self.engine.loaded, whole, window, self.engine.modules)
         return tuple(o.states(s) for o, s in zip(self.engine.orders, states, strict=True))
 
     def to_json(self) -> dict[str, Any]:
