@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hybridstate.errors import NumericError, UnsupportedModel, UsageError
+from hybridstate.kernels.prefill import Geometry, choose
 from hybridstate.runtime import restore
 from hybridstate.runtime.engine import DecodeEngine
 from hybridstate.runtime.kv import LineCache, block_shapes
@@ -326,8 +327,16 @@ class ServingEngine:
             "chunk": self.chunk,
             "line_bytes": self.lines.nbytes,
             "replaced_modules": self.engine.modules.replaced,
+            "prefill": self._prefill_runs(),
             **self._replay.to_json(),
         }
+
+    def _prefill_runs(self) -> str:
+        """How the recurrence of prompts runs in the first linear layer, and why."""
+        loaded = self.engine.loaded
+        n, per_channel = loaded.spec.layers[0], loaded.spec.unit == "channel"
+        geometry = Geometry(n.key_heads, n.value_heads, n.key_dim, n.value_dim, per_channel)
+        return choose(self._device, loaded.dtype, geometry).reason
 
     # -- inside --------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from hybridstate.errors import NumericError, UnsupportedModel, UsageError
 from hybridstate.runtime.engine import DecodeEngine
 from hybridstate.runtime.orders import StoredOrder
 from hybridstate.runtime.serving import HeldKeys, Live, ServingEngine, joined_keys
-from hybridstate.trajectories.cache import forward, new_cache
+from hybridstate.trajectories.cache import forward, new_cache, prefill, recurrent_states
 from hybridstate.trajectories.model import LoadedModel, load_model
 from tests.tolerances import relative_rms
 
@@ -135,6 +135,7 @@ def test_a_cached_prefix_is_continued(loaded: LoadedModel) -> None:
         server.decode_step([live])
     assert server.finish(live) == alone(loaded, prompt, 4)
     assert server.engine.pool.available == 3  # the slot was not this engine's
+    assert server.to_json()["prefill"] == "torch on cpu"
 
 
 def test_orders_and_scales_are_undone_for_a_prefill(loaded: LoadedModel) -> None:
@@ -243,3 +244,31 @@ def test_captured_batches_reply_like_the_model_on_a_gpu(name: str) -> None:
     ]
     assert sum(same) > 0.9 * len(same)  # a near tie may go either way and the rest follows it
     assert server.to_json()["mode"] == "cuda-graph"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["tiny-gdn", "tiny-kda"])
+def test_prompts_and_several_steps_on_a_gpu(name: str) -> None:
+    """States of a prompt in two pieces against the model's own code, then captured steps together and one by one."""
+    loaded = load_model(name, device="cuda", dtype=torch.float32)
+    engine = DecodeEngine(loaded, state="fp32", slots=4)
+    server = ServingEngine(engine, running=2, length=400, chunk=200)
+    tokens = torch.randint(3, 250, (333,), generator=torch.Generator().manual_seed(5))
+    first, second = (server.admit(tokens.numpy()) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    for live in (first, second):
+        server.prefill(live)
+    found, _ = engine.pool.read(torch.tensor([first.slot], device="cuda"))
+    _, cache = prefill(loaded, tokens[None])
+    for ours, theirs in zip(found, recurrent_states(cache), strict=True):
+        assert relative_rms(ours, theirs) < 1e-4
+    told = server.to_json()
+    assert told["prefill"] == "triton, tf32x3 products"
+    assert told["replaced_modules"]["prompts"] == len(loaded.spec.layers)
+    assert told["replaced_modules"]["dense"] > 0
+    for _ in range(12):
+        server.decode_step([first])
+    for steps in (1, 4, 7):
+        server.decode_steps([second], steps)
+    assert first.output == second.output
