@@ -161,7 +161,9 @@ class Subject:
 class AgreedStore(RecordingStore):
     """A timed store whose answer about a slot is that of all ranks: each sees its own heads."""
 
-    ranks = Ranks()
+    def __init__(self, ranks: Ranks, *given: Any) -> None:
+        super().__init__(*given)
+        self.ranks = ranks
 
     def finite(self, slot: int) -> bool:
         """Timed; asking the others is not."""
@@ -171,7 +173,9 @@ class AgreedStore(RecordingStore):
 class SharedExecutor(EngineExecutor):
     """An engine of one rank: steps are timed on each device, and the slowest rank's seconds count."""
 
-    ranks = Ranks()
+    def __init__(self, ranks: Ranks, *given: Any) -> None:
+        super().__init__(*given)
+        self.ranks = ranks
 
     def decode(self, batch: Sequence[Request], steps: int) -> Seconds:
         """See `Executor`."""
@@ -263,19 +267,19 @@ class Bench:
         window = replay if arm.replay else None
         tensors = self.subject.store(arm, serving.engine, pools.packed, window)
         packed_bytes = 1 if arm.cached is None else arm.cached.full_bytes
-        store = AgreedStore(tensors, arm.live.full_bytes, packed_bytes, self._clock)
-        store.ranks = ranks
+        store = AgreedStore(ranks, tensors, arm.live.full_bytes, packed_bytes, self._clock)
         if (id(serving), arm.name) not in self._warmed:
             self._warm(serving, tensors, pools.packed)
             self._warmed.add((id(serving), arm.name))
         replay.operations["replay"].clear()
         cache = PrefixCache(pools, store, admission, ranks.fewest)
-        inner = SharedExecutor(serving, cache, store, self._clock)
-        inner.ranks = ranks
+        inner = SharedExecutor(ranks, serving, cache, store, self._clock)
         executor = ToldExecutor(inner, arm.live.full_bytes)
         run = Scheduler(trace, cache, executor, limits, seed).serve()
         cache.audit()
-        ranks.agree(sha256(f"{cache.digest} {executor.digest} {run.seconds}".encode()).hexdigest())
+        ranks.agree(cache.digest, "the prefix cache")
+        ranks.agree(executor.digest, "replies")
+        ranks.agree(sha256(str(run.seconds).encode()).hexdigest(), "seconds")
         operations = {
             **executor.operations,
             **store.operations,

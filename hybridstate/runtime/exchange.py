@@ -196,7 +196,13 @@ class Exchange:
             )
 
 
-def agree(digest: str, *, group: Any = None, device: torch.device | str = "cpu") -> None:
+def agree(
+    digest: str,
+    about: str = "the prefix cache",
+    *,
+    group: Any = None,
+    device: torch.device | str = "cpu",
+) -> None:
     """Compare a decision of the cache with every other rank's.
 
     Caches of all ranks see the same requests and decide alike; a rank that does not would evict another checkpoint
@@ -204,6 +210,7 @@ def agree(digest: str, *, group: Any = None, device: torch.device | str = "cpu")
 
     Args:
         digest: hexadecimal sha256 of what was decided, such as victims and slots of a reclamation.
+        about: what that was, for the message.
 
     Raises:
         NumericError: a rank decided otherwise; all ranks raise it.
@@ -219,7 +226,7 @@ def agree(digest: str, *, group: Any = None, device: torch.device | str = "cpu")
     different = [rank for rank, other in enumerate(every) if not torch.equal(other, every[0])]
     if different:
         raise NumericError(
-            f"ranks {different} decided otherwise than rank 0 about the prefix cache",
+            f"ranks {different} decided otherwise than rank 0 about {about}",
             hint="feed every rank the same requests in the same order",
             ranks=different,
         )

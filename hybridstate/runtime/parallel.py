@@ -105,10 +105,10 @@ class Ranks:
 
         return read
 
-    def agree(self, digest: str) -> None:
+    def agree(self, digest: str, about: str) -> None:
         """See `exchange.agree`; a single rank agrees with itself."""
         if self.size > 1:
-            agree(digest)
+            agree(digest, about)
 
     @contextmanager
     def alone(self) -> Iterator[None]:

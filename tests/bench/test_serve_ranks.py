@@ -210,7 +210,7 @@ def test_ranks_that_generate_otherwise_are_found(
 ) -> None:
     """Replies that differ would be fed back, and each rank would answer another conversation."""
     monkeypatch.setattr(ToldExecutor, "digest", "0" * 64)
-    with pytest.raises(NumericError, match="decided otherwise"):
+    with pytest.raises(NumericError, match="decided otherwise than rank 0 about replies"):
         bench_serve(tiny_kda, tp=2, arms=("int8",), **SMALL)
 
 

@@ -154,5 +154,5 @@ def test_a_single_rank_asks_nobody() -> None:
     assert ranks.slowest(np.array([2.0])).tolist() == [2.0]
     assert ranks.fewest(3) == 3
     assert ranks.together(float)() == 0.0
-    ranks.agree("no digest")
+    ranks.agree("no digest", "anything")
     ranks.leave()
