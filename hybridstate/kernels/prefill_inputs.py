@@ -72,8 +72,8 @@ def convolve_kernel(
         for j in tl.static_range(W - 1):
             last = T - (W - 1) + j
             new = tl.load(x + last.to(tl.int64) * x_row + channel, inside & (last >= 0), 0.0)
-            old = tl.load(window + channel * (W - 1) + last + W - 1, inside & (last < 0), 0.0)
-            kept = new.to(after.dtype.element_ty) + old.to(after.dtype.element_ty)
+            past = tl.load(window + channel * (W - 1) + last + W - 1, inside & (last < 0), 0.0)
+            kept = new.to(after.dtype.element_ty) + past.to(after.dtype.element_ty)
             tl.store(after + channel * (W - 1) + j, kept, inside)
 
 
