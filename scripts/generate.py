@@ -22,6 +22,8 @@ from recordings import CALIBRATED, DECODED, MODELS, ROOT, anything, embedded, fi
 
 README_CUTOFFS = (64, 512)
 """Those of the README's restore table; docs/results.md has all."""
+README_LAYERS, README_BATCHES = ("qwen3-next", "kimi-linear"), (1, 4, 16, 64, 256)
+"""Those of its table of updates."""
 
 
 # --- blocks of the README and of docs/results.md ----------------------------------------------------
@@ -70,7 +72,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "precision": lambda: per_model(CALIBRATED, tables.precision, trained),
     "update": lambda: per_model(
         "update*.json",
-        lambda result: tables.update_by_state(result, lambda name: name not in MODELS),
+        lambda result: tables.update_by_state(result, README_LAYERS, README_BATCHES),
     ),
     "decode": lambda: per_model(DECODED, tables.decode_by_state, trained),
     "families": family_tables.families,

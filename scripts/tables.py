@@ -3,7 +3,7 @@
 Each result file is the document that a command wrote with `-o`; the tables below take its `result`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -352,13 +352,13 @@ def stress(result: Result) -> str:
 # --- short forms for the README -------------------------------------------------------------------
 
 
-def update_by_state(result: Result, layers: Callable[[str], bool] = lambda _: True) -> str:
+def update_by_state(result: Result, layers: Container[str], batches: Container[int]) -> str:
     """One row per wanted layer and batch, one column per state format, time and ratio to FP32."""
     return _by_state(
         (
             (row["dims"]["name"], row["batch"], row["state"], row["step_s"])
             for row in result["rows"]
-            if layers(row["dims"]["name"])
+            if row["dims"]["name"] in layers and row["batch"] in batches
         ),
         ("layer of", "batch"),
         lambda seconds: f"{1e6 * seconds:.3g} µs",

@@ -131,10 +131,11 @@ def test_short_tables_have_a_row_a_batch_and_a_column_a_state() -> None:
         for state, t in (("fp32", 0.003), ("damp", 0.002))
     ]
     rows = [row | {"dims": {"name": "tiny-kda"}} for row in rows]
-    head, _, row = cells(tables.decode_by_state({"rows": rows}))
+    rows += [rows[0] | {"batch": 9}, rows[0] | {"dims": {"name": "tiny-gdn"}}]
+    head, _, row = cells(tables.decode_by_state({"rows": rows[:2]}))
     assert head == ["batch", "fp32", "damp"]
     assert row == ["8", "3 ms", "2 ms, 1.50x"]
-    head, _, row = cells(tables.update_by_state({"rows": rows}))
+    head, _, row = cells(tables.update_by_state({"rows": rows}, ("tiny-kda",), (8,)))
     assert head == ["layer of", "batch", "fp32", "damp"]
     assert row == ["tiny-kda", "8", "3 µs", "2 µs, 1.50x"]
 

@@ -35,6 +35,7 @@ def update_figure(result: Mapping[str, Any], folder: Path) -> None:
     figure = new_figure(4.6 * len(names), 3.6)
     panels = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
     for axes, name in zip(panels, names, strict=True):
+        shown = sorted({row["batch"] for row in result["rows"] if row["dims"]["name"] == name})
         for label, colour, marker, line in _lines(result, name):
             batches = [row["batch"] for row in line]
             seconds = [row["step_s"] for row in line]
@@ -62,7 +63,7 @@ def update_figure(result: Mapping[str, Any], folder: Path) -> None:
             ]
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.set_xticks(batches, [str(b) for b in batches], fontsize=8)
+        axes.set_xticks(shown, [str(b) for b in shown], fontsize=7)
         axes.set_xlabel("batch")
         axes.set_title(f"layer of {name}", fontsize=9)
         axes.grid(axis="y", linewidth=0.4, alpha=0.6)
