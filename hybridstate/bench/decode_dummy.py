@@ -138,6 +138,7 @@ def run_dummy_decode(
             "device": device_record(loaded.device),
             "bandwidth_bytes_per_s": bandwidth,
             "replaced_modules": modules.replaced,
+            "kept_modules": modules.refused.reasons,
             "protocol": {
                 "device": str(loaded.device),
                 "dtype": str(loaded.dtype).removeprefix("torch."),
@@ -194,6 +195,7 @@ def _row(
         "mode": run.mode,
         "eager_because": because,
         "replaced_modules": engine.modules.replaced,
+        "kept_modules": engine.modules.refused.reasons,
         "check": check,
         "layout_id": pool.layouts[0].layout_id,
         "state_bytes_per_request": pool.slot_bytes,

@@ -204,3 +204,5 @@ def _synthetic_tables(out: Output, result: dict[str, Any]) -> None:
         f"check: mixers and feed-forwards within {worst:.1e} of the plain model on its inputs (median row); "
         f"{result['replaced_modules']}"
     )
+    for reason in result["kept_modules"]:
+        out.text(f"kept its own code: {reason}")

@@ -14,6 +14,7 @@ from torch import Tensor
 from hybridstate.defaults import L2_EPSILON
 from hybridstate.errors import NumericError
 from hybridstate.kernels import reference
+from hybridstate.kernels.dispatch import brief
 
 Precision = Literal["tf32x3", "ieee"]
 
@@ -124,10 +125,8 @@ def _choose(device: str, dtype: torch.dtype, geometry: Geometry) -> Choice:
     for precision in names:
         try:
             problem = trial(torch.device(device), dtype, geometry, precision)
-        except (
-            Exception
-        ) as error:  # a compiler or driver may raise anything; the torch form always runs
-            problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        except Exception as error:  # a compiler or driver may raise anything; torch always runs
+            problem = brief(error)
         if problem is None:
             return Choice(precision, "; ".join([*problems, f"triton, {precision} products"]))
         problems.append(f"{precision}: {problem:.160}")

@@ -9,7 +9,7 @@ from torch.nn.functional import linear
 
 from hybridstate.kernels.dispatch import by_kernels
 from hybridstate.runtime.fused import join_projections, plain_weight
-from hybridstate.trajectories.launches import FAILURES, agree, is_silu, scaled_rows
+from hybridstate.trajectories.launches import Refused, agree, is_silu, scaled_rows
 
 _ROWS: Final = 8
 """Rows of a trial at each scale."""
@@ -44,14 +44,19 @@ class DenseStep:
 
 
 @torch.no_grad()
-def dense_step(module: Any) -> Callable[[Tensor], Tensor] | None:
-    """The step of a feed-forward block where a trial gives what the module gives, else None."""
+def dense_step(module: Any, refused: Refused | None = None) -> Callable[[Tensor], Tensor] | None:
+    """The step of a feed-forward block where a trial gives what the module gives, else None.
+
+    `refused` takes the error of one that failed.
+    """
     if not type(module).__name__.endswith("MLP") or "forward" in module.__dict__:
         return None
     try:
         step = DenseStep(module)
         x = scaled_rows(_ROWS, step._joined.shape[1], step._down, _SCALES)
         same = is_silu(module) and agree(step(x), module(x))
-    except FAILURES:
+    except Exception as error:  # compilers and drivers raise anything; the module runs
+        if refused is not None:
+            refused.add(module, error)
         return None
     return step if same else None

@@ -25,6 +25,7 @@ import torch
 
 from hybridstate.errors import NumericError, UsageError
 from hybridstate.kernels import ring_update, update
+from hybridstate.kernels.dispatch import brief
 from hybridstate.kernels.fusion import StepFusion
 from hybridstate.kernels.layout import DenseLayout, DenseOrder, PackedLayout
 from hybridstate.plan.store import Plan
@@ -361,9 +362,9 @@ class DecodeRun:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 logits = self._forward()
-        except (RuntimeError, TypeError, ValueError) as error:
+        except Exception as error:  # compilers and drivers raise anything; the step runs eagerly
             self._put_back(saved)
-            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            return brief(error)
         self._put_back(saved)
         self.graph, self._logits, self.mode = graph.replay, logits, "cuda-graph"
         return None

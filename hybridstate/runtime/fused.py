@@ -29,8 +29,8 @@ from hybridstate.kernels.fusion import StepFusion
 from hybridstate.kernels.reference import recurrent_step
 from hybridstate.trajectories.cache import new_cache
 from hybridstate.trajectories.launches import (
-    FAILURES,
     TOKENS_PER_EXPERT,
+    Refused,
     agree,
     decided_rows,
     experts_agree,
@@ -99,13 +99,19 @@ class LinearStep:
         module: of transformers.
         names: where its parts are.
         layer, spec: its sizes and the model's gate.
+        refused: takes the error of a norm that stays as it is.
 
     Raises:
         AttributeError, ValueError: the module is built differently.
     """
 
     def __init__(
-        self, module: Any, names: LinearNames, layer: LinearLayer, spec: ModelSpec
+        self,
+        module: Any,
+        names: LinearNames,
+        layer: LinearLayer,
+        spec: ModelSpec,
+        refused: Refused | None = None,
     ) -> None:
         def part(name: str) -> Any:
             return attrgetter(name)(module)
@@ -122,7 +128,7 @@ class LinearStep:
             raise ValueError("another convolution")
         self._taps, self._bias = conv.weight[:, 0].contiguous(), conv.bias
         norm = part(names.norm)
-        found = replacement(norm)[1] if by_kernels(self._taps) else None
+        found = replacement(norm, refused)[1] if by_kernels(self._taps) else None
         self._norm: Callable[..., Tensor] = found or norm
         self._out = plain_weight(part(names.out))
         units = spec.decay_shape(layer)
@@ -205,18 +211,25 @@ def _chain(joined: Tensor, first: slice, weights: Sequence[Tensor]) -> Tensor:
     return x
 
 
-def linear_step(loaded: LoadedModel, module: Any, layer: LinearLayer) -> LinearStep | None:
-    """The step of a linear module where a trial gives what the module gives, else None."""
+def linear_step(
+    loaded: LoadedModel, module: Any, layer: LinearLayer, refused: Refused | None = None
+) -> LinearStep | None:
+    """The step of a linear module where a trial gives what the module gives, else None; `refused` takes why not."""
+    refused = Refused() if refused is None else refused
     for names in LINEAR:
         try:
-            step = LinearStep(module, names, layer, loaded.spec)
+            step = LinearStep(module, names, layer, loaded.spec, refused)
         except (AttributeError, ValueError):
             continue
         try:
             same = all(_linear_trial(loaded, module, layer, step, scale) for scale in _SCALES)
-        except FAILURES:
+        except Exception as error:  # compilers and drivers raise anything; the module runs
+            refused.add(module, error)
             return None
+        if not same:
+            refused.add(module, "another result of a step")
         return step if same else None
+    refused.add(module, "built differently")
     return None
 
 
@@ -324,9 +337,14 @@ class ExpertStep:
 
 
 @torch.no_grad()
-def expert_step(module: Any) -> ExpertStep | None:
-    """The step of a mixture of experts where trials give what the module and its parts give, else None."""
+def expert_step(module: Any, refused: Refused | None = None) -> ExpertStep | None:
+    """The step of a mixture of experts where trials give what the module and its parts give, else None.
+
+    `refused` takes why not.
+    """
     from hybridstate.kernels import experts, router
+
+    refused = Refused() if refused is None else refused
 
     try:
         step = ExpertStep(module)
@@ -339,14 +357,19 @@ def expert_step(module: Any) -> ExpertStep | None:
             and is_silu(getattr(module, "shared_expert", None) or module.shared_experts)
         )
         if not parts:
+            refused.add(module, "another result of its parts")
             return None
         x = scaled_rows(_ROWS, step._down.shape[1], step._down, _SCALES[:2])
         decided = decided_rows(module.gate(x)[0], step._top, step._bias)
         expected, found = module(x[:, None])[:, 0], step(x)
-    except FAILURES:
+    except Exception as error:  # compilers and drivers raise anything; the module runs
+        refused.add(module, error)
         return None
     # the parts agree in every row; logits of the joined projection may round otherwise in some
-    return step if agree(found, expected, decided=decided, share=7 / 8) else None
+    if agree(found, expected, decided=decided, share=7 / 8):
+        return step
+    refused.add(module, "another result")
+    return None
 
 
 # -- joined projections ---------------------------------------------------------------------------

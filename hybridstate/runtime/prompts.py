@@ -8,7 +8,7 @@ from torch import Tensor
 from hybridstate.families import LinearLayer
 from hybridstate.runtime.fused import LinearStep, cache_name, module_width
 from hybridstate.trajectories.cache import new_cache
-from hybridstate.trajectories.launches import FAILURES, agree
+from hybridstate.trajectories.launches import Refused, agree
 from hybridstate.trajectories.model import LoadedModel
 
 _PROMPT: Final = 40
@@ -16,8 +16,15 @@ _PROMPT: Final = 40
 
 
 @torch.no_grad()
-def prompt_agrees(loaded: LoadedModel, module: Any, layer: LinearLayer, step: LinearStep) -> bool:
-    """Whether `LinearStep.prompt` gives what the module gives, from a state and from none."""
+def prompt_agrees(
+    loaded: LoadedModel,
+    module: Any,
+    layer: LinearLayer,
+    step: LinearStep,
+    refused: Refused | None = None,
+) -> bool:
+    """Whether `LinearStep.prompt` gives what the module gives, from a state and from none; `refused` takes why not."""
+    refused = Refused() if refused is None else refused
     generator = torch.Generator().manual_seed(layer.index)
 
     def draw(*shape: int) -> Tensor:
@@ -39,9 +46,15 @@ def prompt_agrees(loaded: LoadedModel, module: Any, layer: LinearLayer, step: Li
             expected = module(x, **{cache_name(module): past})[0]
             found, after, ours = step.prompt(x[0], window[0], state)
             kept = cached.conv_states[0][0, :, 1 - layer.conv_width :]
-            for a, b in ((found, expected), (ours, cached.recurrent_states[0]), (after, kept)):
+            for name, a, b in (
+                ("output", found, expected),
+                ("state", ours, cached.recurrent_states[0]),
+                ("window", after, kept),
+            ):
                 if not agree(a.flatten()[None], b.flatten()[None], dtype=loaded.dtype):
+                    refused.add(module, f"another {name} of a prompt")
                     return False
-    except FAILURES:
+    except Exception as error:  # compilers and drivers raise anything; the module runs
+        refused.add(module, error)
         return False
     return True

@@ -327,6 +327,7 @@ class ServingEngine:
             "chunk": self.chunk,
             "line_bytes": self.lines.nbytes,
             "replaced_modules": self.engine.modules.replaced,
+            "kept_modules": self.engine.modules.refused.reasons,
             "prefill": self._prefill_runs(),
             **self._replay.to_json(),
         }

@@ -20,7 +20,7 @@ from hybridstate.runtime.fused import LinearStep, expert_step, linear_step
 from hybridstate.runtime.kv import LineCache, line_layer_class
 from hybridstate.runtime.prompts import prompt_agrees
 from hybridstate.trajectories.cache import forward, linear_layers, new_cache
-from hybridstate.trajectories.launches import replacement
+from hybridstate.trajectories.launches import Refused, replacement
 from hybridstate.trajectories.model import LoadedModel, linear_modules, swap
 
 if TYPE_CHECKING:
@@ -43,24 +43,30 @@ class StateHandle:
 
 
 class StepModules:
-    """The modules of a model that run in few launches, each after its trial; counted in `replaced`."""
+    """The modules of a model that run in few launches, each after its trial.
+
+    Counted in `replaced`; `refused` says why others of a known kind kept their code.
+    """
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.linear: dict[int, LinearStep] = {}
         """By ordinal."""
         kinds = ("linear", "mixtures", "norms", "routers", "experts", "dense")
         self.replaced = dict.fromkeys(kinds, 0)
+        self.refused = Refused()
         self._modules: list[tuple[Any, int]] = []
         self._forwards: list[tuple[Any, Callable[..., Any]]] = []
         self.slots: Tensor | None = None
         for module, ordinal in linear_modules(loaded.model, loaded.spec):
-            step = linear_step(loaded, module, loaded.spec.layers[ordinal])
+            step = linear_step(loaded, module, loaded.spec.layers[ordinal], self.refused)
             if step is not None:
                 self.linear[ordinal] = step
                 self._modules.append((module, ordinal))
         self.replaced["linear"] = len(self.linear)
         self.replaced["prompts"] = sum(
-            prompt_agrees(loaded, module, loaded.spec.layers[ordinal], self.linear[ordinal])
+            prompt_agrees(
+                loaded, module, loaded.spec.layers[ordinal], self.linear[ordinal], self.refused
+            )
             for module, ordinal in self._modules
         )
         self.prompts = self.replaced["prompts"] == len(loaded.spec.layers)
@@ -69,7 +75,7 @@ class StepModules:
         for module in loaded.model.modules():
             if not type(module).__name__.endswith(("SparseMoeBlock", "MoE")):
                 continue
-            mixture = expert_step(module)
+            mixture = expert_step(module, self.refused)
             if mixture is not None:
                 self.replaced["mixtures"] += 1
                 self._forwards.append((module, _mixture_forward(module.forward, mixture)))
@@ -79,9 +85,9 @@ class StepModules:
         for module in loaded.model.modules():
             if module in inside:
                 continue
-            kind, found = replacement(module)
+            kind, found = replacement(module, self.refused)
             if found is None:
-                kind, found = "dense", dense_step(module)
+                kind, found = "dense", dense_step(module, self.refused)
             if found is not None:
                 self.replaced[kind] += 1
                 self._forwards.append((module, found))

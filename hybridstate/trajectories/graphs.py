@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 
 from hybridstate.kernels import update
+from hybridstate.kernels.dispatch import brief
 from hybridstate.kernels.layout import DenseLayout
 from hybridstate.trajectories.cache import linear_layers, new_cache
 from hybridstate.trajectories.launches import fewer_launches
@@ -93,8 +94,8 @@ class Replay:
             # Other threads copy recorded states meanwhile; only this one's calls belong to the graph.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._step(phase)
-        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-            self.reason = f"{type(error).__name__}: {str(error).splitlines()[0]:.200}"
+        except Exception as error:  # compilers and drivers raise anything; the step runs eagerly
+            self.reason = brief(error)
             self.mode = "eager"
             self._graphs.clear()
             return None

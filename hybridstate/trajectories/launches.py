@@ -2,30 +2,45 @@
 
 A module is replaced only where a trial shows that the kernel does what the module does, row by row on small, large,
 shifted and spiked inputs; a norm with another formula, an unknown activation or grouped routing stays as it is, and so
-does a module that cannot be tried. Norms are tried with random weights too. The model's code is untouched: instances
-get another `forward` for as long as the context lasts, and calls that are not a decode batch go to the original.
+does a module whose trial fails, whatever compilers and drivers raise (`Refused` says what). Norms are tried with random
+weights too. The model's code is untouched: instances get another `forward` for as long as the context lasts, and calls
+that are not a decode batch go to the original.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from hybridstate.kernels.dispatch import brief
+
 TOKENS_PER_EXPERT: Final = 32
 """Mean tokens per expert up to which reading weights once matters more than large matrix tiles."""
 SCALES: Final = (1.0, 1 / 16, 16.0)
 """Scales of trial inputs: activations, gates and routers differ where others agree."""
-FAILURES: Final = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
-"""What a module raises that takes or gives something else than was expected."""
 _TRIAL = 2e-2
 """Relative error of a trial: a few roundings of BF16, far below what another formula gives."""
 _TRIAL_FLOAT32: Final = 2e-3
 """The same in float32."""
 _ROUTED: Final = 8
 """Rows of each scale in a trial of a router or of experts."""
+
+
+@dataclass(slots=True)
+class Refused:
+    """Why modules kept their own code though their kind is known: a trial that failed or gave other numbers."""
+
+    reasons: list[str] = field(default_factory=list)
+    """`class: reason`, each once."""
+
+    def add(self, module: Any, why: str | Exception) -> None:
+        """Note an error, or what differs."""
+        text = f"{type(module).__name__}: {why if isinstance(why, str) else brief(why)}"
+        if text not in self.reasons:
+            self.reasons.append(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +73,13 @@ def fewer_launches(model: Any) -> Iterator[Replaced]:
 
 
 @torch.no_grad()
-def replacement(module: Any) -> tuple[str, Callable[..., Any] | None]:
-    """The kind of a module and a forward that passed its trial, or None."""
+def replacement(
+    module: Any, refused: Refused | None = None
+) -> tuple[str, Callable[..., Any] | None]:
+    """The kind of a module and a forward that passed its trial, or None.
+
+    `refused` takes the error of a trial that failed.
+    """
     name = type(module).__name__
     if "forward" in module.__dict__:  # already somebody else's
         return "", None
@@ -73,7 +93,9 @@ def replacement(module: Any) -> tuple[str, Callable[..., Any] | None]:
         if named:
             try:
                 return kind, trial(module)
-            except FAILURES:
+            except Exception as error:  # compilers and drivers raise anything; the module runs
+                if refused is not None:
+                    refused.add(module, error)
                 return kind, None
     return "", None
 
