@@ -218,7 +218,47 @@ def stress_block() -> str:
     return "\n\n".join(stress(document["result"]) for _, document in recorded("cache-stress.json"))
 
 
+def exchange_block() -> str:
+    """Stores and loads of checkpoints whose units lie on other ranks, by placement."""
+    parts = []
+    for path, document in recorded("exchange-*.json"):
+        result = document["result"]
+        rows = [
+            [
+                str(row["w_max"]),
+                row["mode"],
+                str(row["checkpoints"]),
+                f"{row['capacity']:.2f}x",
+                f"{row['remote_units']:,} of {row['units']:,}",
+                f"{row['remote_bytes'] / 1e6:.2f}",
+                *(f"{1e6 * row[name]['median']:.0f}" for name in ("store_s", "load_s")),
+            ]
+            for row in result["exchange"]
+        ]
+        head = [
+            "W_max",
+            "placement",
+            "checkpoints",
+            "capacity",
+            "remote units",
+            "MB sent",
+            "store, µs",
+            "load, µs",
+        ]
+        tp, ran = result["protocol"]["tp"], result["protocol"]["backend"]
+        command = " ".join(("hybridstate", *document["arguments"]))
+        parts += [
+            f"`{result['model']}`, {tp} ranks on {tp} {document['provenance']['device']} ({ran}), "
+            "synthetic states; capacity: dense bytes over slot bytes on the fullest rank; times of "
+            "the slowest rank, gather and scatter included.",
+            tables.markdown(head, rows),
+            f"Source: [{path.name}](../benchmarks/{path.name}). Command: `{command}`.",
+        ]
+    return "\n\n".join(parts) or "Nothing recorded yet."
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
+    "exchange": exchange_block,
     "serve": lambda: runs(SERVED[0]),
     "simulate": lambda: runs(SERVED[1]),
     "cache-stress": stress_block,
