@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from hybridstate.defaults import FP16_MAX
 from hybridstate.errors import NumericError
 from hybridstate.kernels.layout import PackedLayout
 from hybridstate.kernels.reference import (
@@ -238,7 +239,7 @@ def _ringed(
     size = key.square().sum(2, keepdim=True).clamp_min(1e-30)
     written = (key * (new - aged)).sum(2, keepdim=True) / size
     scaled, undo = _scaled(written, order)
-    return aged + key.half().float() * undo(scaled.half().float())
+    return aged + key.half().float() * undo(_half(scaled))
 
 
 def rounded(state: torch.Tensor, engine: DecodeEngine, ordinal: int) -> torch.Tensor:
@@ -256,8 +257,13 @@ def rounded(state: torch.Tensor, engine: DecodeEngine, ordinal: int) -> torch.Te
     )
     protected.scatter_(1, chosen, True)
     low = dequantise_groups(*quantise_groups(scaled, layout.group), layout.group)
-    result = torch.where(protected[None, :, :, None], scaled.half().float(), low)
+    result = torch.where(protected[None, :, :, None], _half(scaled), low)
     return undo(result)
+
+
+def _half(x: torch.Tensor) -> torch.Tensor:
+    """Rounded to FP16, saturating as packed rows and rings do."""
+    return x.clamp(-FP16_MAX, FP16_MAX).half().float()
 
 
 def _scaled(

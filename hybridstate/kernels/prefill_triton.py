@@ -132,7 +132,8 @@ def prepare_kernel(
     if KDA:
         full = live[None, :, None] & inside[:, None, :]
         decay = tl.load(gp + tokens[None, :, None] * g_token + cols[:, None, :], full, 0.0)
-        decay = tl.maximum(decay.to(tl.float32), FLOOR)
+        decay = decay.to(tl.float32)
+        decay = tl.where(decay < FLOOR, FLOOR, decay)  # a maximum would drop a NaN
         kk, qk = _channel_products(qs, ks, decay, row, col, S, LEVELS, PRECISION)
         from_start = _sums(col <= row, decay, S, PRECISION)
         to_end = _sums(col > row, decay, S, PRECISION)
