@@ -294,6 +294,8 @@ def check_shapes(
 ) -> None:
     """Refuse inputs that would broadcast into a wrong answer."""
     batch, tokens, heads, value_dim = v.shape
+    if not tokens:
+        raise NumericError("a prefill of no tokens", tensor="v", found=list(v.shape))
     key_heads, key_dim = q.shape[-2:]
     expected = {
         "q": (q, (batch, tokens, key_heads, key_dim)),

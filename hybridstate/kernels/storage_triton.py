@@ -40,8 +40,9 @@ def _ratio(x, scale):
 
 @triton.jit
 def _half(x):
-    """What FP16 returns, saturating."""
-    return tl.minimum(tl.maximum(x, -HALF_MAX), HALF_MAX).to(tl.float16).to(tl.float32)
+    """What FP16 returns, saturating; NaN stays NaN (a GPU's minimum and maximum drop it)."""
+    bounded = tl.minimum(tl.maximum(x, -HALF_MAX), HALF_MAX)
+    return tl.where(x == x, bounded, x).to(tl.float16).to(tl.float32)
 
 
 @triton.jit

@@ -183,6 +183,8 @@ def test_shapes_that_would_broadcast_are_refused() -> None:
         chunk_prefill(q, k, v[:, :, :3], g[:, :, :3], beta[:, :, :3])
     with pytest.raises(NumericError, match="overflows"):
         chunk_prefill(q, k, v, g[..., None].expand(-1, -1, -1, 8), beta, S, chunk=64)
+    with pytest.raises(NumericError, match="no tokens"):
+        chunk_prefill(*(x[:, :0] for x in (q, k, v, g, beta)), S)
 
 
 def test_softplus_gate_by_hand() -> None:
