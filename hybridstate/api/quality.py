@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from hybridstate.defaults import W_MAX
 
 if TYPE_CHECKING:
-    from hybridstate.bench.quality import Quality
+    from hybridstate.bench.quality_record import Quality
 
     Progress = Callable[[str, int, int], None]
     Record = Callable[[dict[str, Any]], None]
@@ -36,6 +36,7 @@ def bench_quality(
     repeats: int = 5,
     rows: int | None = None,
     within: float | None = None,
+    resume: str | Path | None = None,
     device: str = "auto",
     dtype: str = "auto",
     progress: "Progress | None" = None,
@@ -53,7 +54,8 @@ def bench_quality(
         qa: questions in SQuAD's form, JSON or xz.
         tokens: lengths of prompts, 4,096 by default.
         boundaries, questions, replays, seeds, chunk, temperature, seed, slots, resident, repeats, rows, within:
-            see `bench.quality.Options`.
+            see `bench.quality_options.Options`.
+        resume: an earlier result of the same options, perhaps a partial one; its blocks are not run again.
         device: `auto`, `cpu` or `cuda`.
         dtype: of the weights: `auto`, `float32`, `bfloat16` or `float16`.
         progress: called with (stage, done, total).
@@ -61,14 +63,15 @@ def bench_quality(
 
     Raises:
         UsageError: an option is out of range, or a format needs a plan.
-        SourceError: the questions cannot be read.
+        SourceError: the questions or the earlier result cannot be read.
         PlanMismatch: the plan is for another model.
         NumericError: a check failed, or no block was resident.
         MissingRequirement: a GPU was asked for and there is none.
     """
     from hybridstate.bench.cutoffs import selections_at
-    from hybridstate.bench.quality import OWN_TASKS, Options, run_quality
+    from hybridstate.bench.quality import run_quality
     from hybridstate.bench.quality_arms import reuse_arms, storage_arms
+    from hybridstate.bench.quality_options import OWN_TASKS, Options
     from hybridstate.checkpoint import open_checkpoint
     from hybridstate.horizons.gate_input import resolve_gate_input
     from hybridstate.plan.store import STATE_PLAN, read_plan
@@ -115,5 +118,9 @@ def bench_quality(
         "qa_file": None if qa is None else Path(qa).name,
     }
     return run_quality(
-        loaded, arms, options, material, header=header, progress=progress, record=record
+        *(loaded, arms, options, material),
+        header=header,
+        resume=None if resume is None else Path(resume),
+        progress=progress,
+        record=record,
     )

@@ -8,24 +8,24 @@ included, and at every decoded token; DASC's arms keep the live state in FP32.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hybridstate.bench.quality_arms import stored_bytes
-from hybridstate.bench.quality_rows import Rows, loaded_share, summary
+from hybridstate.bench.quality_options import BOUNDARIES, OWN_TASKS, Options
+from hybridstate.bench.quality_record import LOADED_IN_ALL, Quality, earlier, run_header
+from hybridstate.bench.quality_rows import Rows, loaded_share
 from hybridstate.bench.quality_times import first_token_times
 from hybridstate.bench.quality_window import whole_window
-from hybridstate.bench.timing import device_record
-from hybridstate.defaults import RANDOM_MASK_SEEDS
 from hybridstate.errors import NumericError, UsageError
-from hybridstate.quality import ruler, tasks
+from hybridstate.quality import ruler
 from hybridstate.quality.generation import Sampling, generate
-from hybridstate.quality.questions import FILLER_TOKENS, SEED, Block, own_block, ruler_block
+from hybridstate.quality.questions import Block, own_block, ruler_block
 from hybridstate.quality.replay import (
-    LOADED,
-    TOKEN_HIT,
     Replayed,
     ReuseArm,
     Served,
@@ -37,10 +37,6 @@ from hybridstate.runtime.restore import Prefix
 from hybridstate.trajectories.cache import prefill
 from hybridstate.trajectories.model import LoadedModel
 
-BOUNDARIES: Final = ("prompt", "question")
-OWN_TASKS: Final = tasks.TASKS
-LOADED_IN_ALL: Final = 0.99
-"""Under residency, the least share of loaded requests of an arm over all blocks (DASC C)."""
 BATCH_BYTES: Final = 14 << 30
 """States and attention keys decoded at once on a GPU; temporaries take about three times as much."""
 PASS_TOKENS: Final = {"cpu": 16_384, "cuda": 131_072}
@@ -51,105 +47,6 @@ Progress = Callable[[str, int, int], None]
 Record = Callable[[dict[str, Any]], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What to run.
-
-    Attributes:
-        tasks: of `quality.tasks.TASKS` and `quality.ruler.TASKS`.
-        tokens: lengths of prompts.
-        questions: per task and length.
-        replays: measured rounds.
-        boundaries: ends of cached prefixes: `prompt` (one token before a repeated prompt's end) or `question` (before
-            64 tokens of prose and the question); empty is `prompt`, and `question` as well for the models' own tasks.
-        seeds: random masks per cutoff.
-        chunk: prefill tokens between two writes of a formatted state.
-        temperature, seed: of the replies; 0 is greedy.
-        slots: cached states per arm, by default as many as questions.
-        resident: refuse blocks whose cache was not resident.
-        repeats: timed requests per arm, 0 for none.
-        rows: sequences decoded at once.
-        within: seconds after which no further block is begun.
-    """
-
-    tasks: tuple[str, ...]
-    tokens: tuple[int, ...] = (4096,)
-    questions: int = 30
-    replays: int = 3
-    boundaries: tuple[str, ...] = ()
-    seeds: int = 5
-    chunk: int = 512
-    temperature: float = 0.0
-    seed: int = SEED
-    slots: int | None = None
-    resident: bool = False
-    repeats: int = 5
-    rows: int | None = None
-    within: float | None = None
-
-    def check(self) -> None:
-        """Refuse what cannot run.
-
-        Raises:
-            UsageError: naming the option.
-        """
-        known = (*OWN_TASKS, *ruler.TASKS)
-        for option, given, allowed in (
-            ("--tasks", self.tasks, known),
-            ("--boundary", self.boundaries, BOUNDARIES),
-        ):
-            unknown = [name for name in given if name not in allowed]
-            if unknown:
-                raise UsageError(
-                    f"{option} {unknown[0]!r:.40} is not known",
-                    hint=f"choose from {', '.join(allowed)}",
-                )
-        if not self.tasks or not self.tokens:
-            raise UsageError("no task or no length given")
-        if not 0 <= self.seeds <= len(RANDOM_MASK_SEEDS):
-            raise UsageError(f"--seeds takes 0 to {len(RANDOM_MASK_SEEDS)}, found {self.seeds}")
-        if not 0 <= self.temperature < 100:
-            raise UsageError(f"--temperature takes 0 to 100, found {self.temperature}")
-        for name, value, least in (
-            ("questions", self.questions, 1),
-            ("replays", self.replays, 1),
-            ("chunk", self.chunk, 1),
-            ("tokens", min(self.tokens), 256),
-            ("slots", 1 if self.slots is None else self.slots, 1),
-            ("rows", 1 if self.rows is None else self.rows, 1),
-            ("repeats", self.repeats, 0),
-        ):
-            if value < least:
-                raise UsageError(f"--{name} must be at least {least}, found {value}")
-
-
-@dataclass(slots=True)
-class Quality:
-    """Everything measured so far; `to_json` is the stored document's `result`."""
-
-    header: dict[str, Any]
-    blocks: list[dict[str, Any]] = field(default_factory=list)
-    refused: list[dict[str, Any]] = field(default_factory=list)
-    left_out: list[dict[str, Any]] = field(default_factory=list)
-    whole_window: dict[str, Any] | None = None
-    ttft: list[dict[str, Any]] = field(default_factory=list)
-    complete: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            **self.header,
-            "complete": self.complete,
-            "whole_window": self.whole_window,
-            "summary": summary(self.blocks),
-            "loaded": loaded_share(self.blocks),
-            "blocks": list(self.blocks),
-            "refused": list(self.refused),
-            "left_out": list(self.left_out),
-            "ttft": list(self.ttft),
-        }
-
-
 def run_quality(
     loaded: LoadedModel,
     arms: Sequence[ReuseArm],
@@ -157,6 +54,7 @@ def run_quality(
     material: ruler.Material,
     *,
     header: dict[str, Any] | None = None,
+    resume: Path | None = None,
     progress: Progress | None = None,
     record: Record | None = None,
 ) -> Quality:
@@ -165,11 +63,13 @@ def run_quality(
     Args:
         arms: dense first.
         header: more facts about where the arms are from.
+        resume: an earlier result of the same options, perhaps a partial one; its blocks are not run again.
         progress: called with (stage, done, total).
         record: receives the result after every block, so that a run that is stopped leaves what it has.
 
     Raises:
-        UsageError: an option is out of range.
+        UsageError: an option is out of range, or the earlier result is of other options.
+        SourceError: the earlier result cannot be read.
         NumericError: a state is not finite, WR with a whole window is not recomputation, or every block was refused.
     """
     options.check()
@@ -177,12 +77,19 @@ def run_quality(
     report: Progress = progress or (lambda _stage, _done, _total: None)
     keep: Record = record or (lambda _result: None)
     begun = time.monotonic()
-    quality = Quality(_header(loaded, arms, options) | (header or {}))
+    quality = Quality(run_header(loaded, arms, options) | (header or {}))
     plan = list(_planned(options))
-    quality.whole_window = whole_window(loaded, arms, questions=min(8, options.questions))
+    if resume is not None:
+        keys = [(task, tokens, end) for task, tokens, ends in plan for end in ends]
+        quality.go_on(earlier(resume, quality.header), keys)
+    if quality.whole_window is None:
+        quality.whole_window = whole_window(loaded, arms, questions=min(8, options.questions))
     keep(quality.to_json())
-    for place, (task, tokens, boundaries) in enumerate(plan):
+    for place, (task, tokens, ends) in enumerate(plan):
         report("blocks", place, len(plan))
+        boundaries = [end for end in ends if (task, tokens, end) not in quality.done]
+        if not boundaries:
+            continue
         late = options.within is not None and time.monotonic() - begun > options.within
         block, why = None, f"not begun within {options.within} s"
         if not late:
@@ -194,14 +101,14 @@ def run_quality(
             whole = block.at_the_end() if boundary == "prompt" else block
             started = time.monotonic()
             found, refused = _fitting(loaded, arms, whole, boundary, options)
-            found["seconds"] = time.monotonic() - started
+            found |= {"asked_tokens": tokens, "seconds": time.monotonic() - started}
             if refused and options.resident:
                 quality.refused.append(
                     {"task": task, "tokens": tokens, "boundary": boundary, "arms": refused}
                 )
             else:
                 quality.blocks.append(found)
-            group = {"suite": found["suite"], "boundary": boundary, "tokens": tokens}
+            group = {"suite": found["suite"], "boundary": boundary, "tokens": found["tokens"]}
             timed = [{key: entry[key] for key in group} for entry in quality.ttft]
             if options.repeats and group not in timed:
                 times = first_token_times(loaded, arms, whole, options.repeats)
@@ -271,27 +178,31 @@ def run_block(
         whole = prefill(loaded, torch.cat([block.context, block.suffix], 1))
     refused: dict[str, str] = {}
     mode = ""
-    for group in _groups(loaded, arms, block, prefix, options, divisor):
+    limit = _rows_at_once(loaded, arms, block, prefix, options, divisor)
+    for group in _groups(arms, block, options, limit):
         served = _served(loaded, group, block, prefix, replayed, options, per_pass)
-        replies = generate(
-            loaded,
-            block,
-            group,
-            served,
-            chunk=options.chunk,
-            sampling=Sampling(options.temperature, options.seed),
-            whole=whole,
-        )
-        mode = replies.mode
-        for place, (arm, kept) in enumerate(zip(group, served, strict=True)):
+        answers: dict[str, tuple[NDArray[np.int64], torch.Tensor]] = {}
+        for some in _alike(served, limit):
+            replies = generate(
+                loaded,
+                block,
+                [group[n] for n in some],
+                [served[n] for n in some],
+                chunk=options.chunk,
+                sampling=Sampling(options.temperature, options.seed),
+                whole=whole,
+            )
+            mode = mode or replies.mode
+            for place, n in enumerate(some):
+                answers[group[n].name] = replies.tokens[place], replies.first[place]
+        for arm, kept in zip(group, served, strict=True):
             hit = kept.residency(block.tokens)
             if arm.policy == "recompute":
                 hit["not_resident"] = []
             elif hit["not_resident"]:
                 refused[arm.name] = f"{arm.name}: {', '.join(hit['not_resident'])}"
             size = kept.slot_bytes if arm.storage.exact else stored_bytes(loaded, arm)
-            more = {"bytes": size, "hit": hit}
-            rows.add(arm, replies.tokens[place], replies.first[place], more)
+            rows.add(arm, *answers[arm.name], {"bytes": size, "hit": hit})
     return {**rows.to_json(arms), "steps": mode}, refused
 
 
@@ -317,32 +228,32 @@ def _served(
     for arm in group:
         mine = own.get(arm.name, prefix)
         if arm.policy == "recompute":
-            served.append(without_cache(loaded, block, mine, rounds=options.replays))
-            continue
-        served.append(
-            serve(
-                loaded,
-                arm,
-                block,
-                mine,
-                replayed,
+            found = without_cache(loaded, block, mine, rounds=options.replays)
+        else:
+            found = serve(
+                *(loaded, arm, block, mine, replayed),
                 slots=options.slots or block.questions,
                 rounds=options.replays,
                 seed=options.seed,
             )
-        )
+        served.append(found.once(block.questions) if _repeats(arm, options) else found)
     return served
 
 
-def _groups(
+def _repeats(arm: ReuseArm, options: Options) -> bool:
+    """Whether equal states give equal replies: nothing is drawn."""
+    return options.temperature == 0 and arm.storage.low.stochastic is None
+
+
+def _rows_at_once(
     loaded: LoadedModel,
     arms: Sequence[ReuseArm],
     block: Block,
     prefix: Prefix,
     options: Options,
     divisor: int,
-) -> Iterator[Sequence[ReuseArm]]:
-    """Arms that run together: as many as rows allow, at least one."""
+) -> int:
+    """Sequences decoded at once, a divisor of what there is where all of it would fit."""
     rows = options.rows
     if rows is None and loaded.device.type == "cpu":
         rows = CPU_ROWS
@@ -352,9 +263,33 @@ def _groups(
         row = sum(tensor.numel() * tensor.element_size() for tensor in held)
         unseen = min(options.chunk, int(block.suffix.shape[1]))
         rows = min(BATCH_BYTES // row, PASS_TOKENS["cuda"] // unseen)
-    count = max(1, rows // divisor // (block.questions * options.replays))
-    for start in range(0, len(arms), count):
-        yield arms[start : start + count]
+    return max(1, min(rows, sum(_rows(arm, block, options) for arm in arms)) // divisor)
+
+
+def _rows(arm: ReuseArm, block: Block, options: Options) -> int:
+    """Sequences of an arm whose rounds are equal wherever they may be."""
+    return block.questions * (1 if _repeats(arm, options) else options.replays)
+
+
+def _groups(
+    arms: Sequence[ReuseArm], block: Block, options: Options, limit: int
+) -> Iterator[Sequence[ReuseArm]]:
+    """Arms that are served together, in order: as many as `limit` rows allow, at least one."""
+    group: list[ReuseArm] = []
+    for arm in arms:
+        if group and sum(_rows(one, block, options) for one in [*group, arm]) > limit:
+            yield group
+            group = []
+        group.append(arm)
+    yield group
+
+
+def _alike(served: Sequence[Served], limit: int) -> Iterator[list[int]]:
+    """Places of arms with as many rows each, which decode together: as many as `limit` allows, at least one."""
+    for rows in dict.fromkeys(one.rows for one in served):
+        places = [n for n, one in enumerate(served) if one.rows == rows]
+        count = max(1, limit // rows)
+        yield from (places[start : start + count] for start in range(0, len(places), count))
 
 
 def _planned(options: Options) -> Iterator[tuple[str, int, tuple[str, ...]]]:
@@ -376,45 +311,3 @@ def _made(
         return ruler_block(loaded, task, material, tokens=tokens, questions=count), ""
     except UsageError as error:
         return None, error.message
-
-
-def _header(loaded: LoadedModel, arms: Sequence[ReuseArm], options: Options) -> dict[str, Any]:
-    settings = {name: getattr(options, name) for name in options.__slots__}
-    return {
-        "model": loaded.checkpoint.name,
-        "model_digests": loaded.checkpoint.digests(),
-        "device": device_record(loaded.device),
-        "protocol": {
-            **{k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()},
-            "dtype": str(loaded.dtype).removeprefix("torch."),
-            "conv_dtype": "bfloat16",
-            "filler_tokens": FILLER_TOKENS,
-            "mask_seeds": list(RANDOM_MASK_SEEDS[: options.seeds]),
-            "dense_spill": False,
-            "warm_requests": "one per prefix, not scored",
-            "resident_rules": {
-                "token_hit_above": TOKEN_HIT,
-                "loaded_at_least": LOADED,
-                "loaded_at_least_in_all": LOADED_IN_ALL,
-            },
-            "formats": "written at the end of every prefill chunk and at every decoded token; simulated "
-            "in an FP32 container",
-            "data": "synthetic, in RULER's templates and in the models' own; prose is CC0",
-            "ruler_left_out": "qa_2 (needs HotpotQA)",
-        },
-        "arms": [
-            {
-                "arm": arm.name,
-                "policy": arm.policy,
-                "checkpoint": arm.kind,
-                "state": arm.storage.name,
-                "w_max": arm.w_max,
-                "w_replay": arm.w_replay,
-                "seed": arm.seed,
-                "retained_units": None if arm.units is None else arm.units.counts[0],
-                "units": None if arm.units is None else arm.units.counts[1],
-                "mask_digest": None if arm.units is None else arm.units.digest,
-            }
-            for arm in arms
-        ],
-    }

@@ -38,15 +38,18 @@ class Rows:
         """One arm. Its `samples` are a line of scores per round, in the order of the questions.
 
         Args:
-            tokens: replies `[R, budget]`, round by round.
-            first: log-probabilities of the first token `[R, vocabulary]`.
+            tokens: replies `[R, budget]`, round by round; `[questions, budget]` where all rounds are one.
+            first: log-probabilities of the first token `[R, vocabulary]`, or `[questions, vocabulary]`.
             more: bytes and hit rates.
         """
         tokens = self._ended(tokens)
         texts = self._texts(tokens)
         count = self.block.questions
+        decoded = len(tokens) // count
+        copies = self.rounds // decoded
         scored = [self.block.score(row % count, text) for row, text in enumerate(texts)]
-        scores = np.array(scored, np.float64).reshape(self.rounds, count)
+        scores = np.tile(np.array(scored, np.float64).reshape(decoded, count), (copies, 1))
+        tokens, first = np.tile(tokens, (copies, 1)), first.repeat(copies, 1)
         if self._tokens is None or self._first is None:
             assert arm.name == "dense", "the dense arm comes first"
             self._tokens, self._first = tokens, first.clone()  # not a view of all arms
@@ -65,6 +68,7 @@ class Rows:
             "difference_interval_95": None if interval is None else list(interval),
             "same_reply": float((tokens == self._tokens).all(1).mean()),
             "kl_first": float(kl.mean()),
+            "rounds_decoded": decoded,
             "rounds_differ": int((rounds != rounds[:1]).any((0, 2)).sum()),
             **more,
             "samples": [" ".join(f"{x:.6g}" for x in row) for row in scores.tolist()],

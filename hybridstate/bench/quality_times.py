@@ -49,7 +49,7 @@ def _request(loaded: LoadedModel, arm: ReuseArm, block: Block, prefix: Prefix) -
             forward(loaded, prompt, new_cache(loaded), logits_to_keep=1)[0, -1].argmax()
         )
     replayed = Replayed(loaded, prefix, 1, keep=False)
-    cache = ArmCache(loaded, arm, block, prefix, replayed, slots=1, poison=False)
+    cache = ArmCache(loaded, arm, block, prefix, replayed, slots=1, timed=True)
     cache.warm()
 
     @torch.no_grad()

@@ -133,6 +133,15 @@ def quality(
             show_default=False,
         ),
     ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume",
+            metavar="FILE",
+            help="Earlier result of the same options, whole or partial; its blocks are not run again.",
+            show_default=False,
+        ),
+    ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     output: OutputPath = None,
@@ -172,6 +181,7 @@ def quality(
             repeats=repeats,
             rows=rows,
             within=within,
+            resume=resume,
             device=device,
             dtype=dtype,
             progress=out.progress,

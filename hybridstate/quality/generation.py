@@ -76,6 +76,7 @@ def generate(
     """Read the suffix and generate `block.budget` tokens per request.
 
     Args:
+        served: of every arm as many rows R.
         chunk: tokens of the suffix between two writes of the state.
         whole: logits `[N, vocabulary]` and cache of whole prompts, for arms without a prefix cache.
         fixed: keep everything at fixed addresses, which a graph needs; by default where `uses_fixed`.
@@ -83,7 +84,7 @@ def generate(
     Raises:
         NumericError: a state is not finite at the end.
     """
-    requests = len(served[0].cached)
+    requests = served[0].rows
     rounds = requests // block.questions
     questions = list(range(block.questions)) * rounds
     numbers = torch.arange(requests, device=loaded.device)

@@ -5,10 +5,13 @@ prefix ends; its reply is discarded and so not generated. Then come the measured
 asked once, in an order that is the same for all arms, and starts from what the cache returns. Compressed arms have no
 dense spill, so that every hit is a compressed hit; dense arms keep as many states in native slots. A request without a
 hit goes on from the state that its own prefill leaves, and keeps that state as a server would.
+
+Every request of every round is decided and loaded by the cache; copies of one kind run together (`batched_store`).
+Where all rounds of an arm return the same bits, `Served.once` keeps them once: greedy replies to equal states are one.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -17,6 +20,7 @@ from numpy.typing import NDArray
 
 from hybridstate.errors import NumericError
 from hybridstate.quality.arms import cached_prefix
+from hybridstate.quality.batched_store import BatchedStore
 from hybridstate.quality.questions import Block
 from hybridstate.quant.arms import Arm as StorageArm
 from hybridstate.quant.arms import plain_arm
@@ -85,7 +89,7 @@ class Served:
     """What an arm's cache returned for R = rounds x questions requests, round by round, questions in order.
 
     Attributes:
-        states, conv: per layer `[R, ...]`, at the end of the prefix.
+        states, conv: per layer `[R, ...]`, at the end of the prefix; `[questions, ...]` after `once`.
         prefix: whose attention keys the requests use.
         cached: tokens from the cache, int64 `[R]`.
         slot_bytes: of one cached state, windows included.
@@ -106,6 +110,26 @@ class Served:
     compressed: int
     hits: int
     order: tuple[tuple[int, ...], ...]
+
+    @property
+    def rows(self) -> int:
+        """Requests whose states are held: R, or one per question after `once`."""
+        return len(self.states[0])
+
+    def once(self, questions: int) -> "Served":
+        """One round for all where all returned the same bits, else as it is."""
+        held = (*self.states, *self.conv)
+        if self.rows == questions:
+            return self
+        rounds = [tensor.unflatten(0, (-1, questions)) for tensor in held]
+        equal = torch.stack([(n[1:] == n[:1]).all() for n in rounds])
+        if not bool(equal.all()):
+            return self
+        return replace(
+            self,
+            states=tuple(state[:questions].clone() for state in self.states),
+            conv=tuple(window[:questions].clone() for window in self.conv),
+        )
 
     def residency(self, tokens: int) -> dict[str, Any]:
         """Hit rates, and why residency is not given (empty where it is).
@@ -145,12 +169,13 @@ class Replayed:
     keep: bool = True
     _known: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
-    def __call__(self, prefix: CachedTokens, window: int) -> Sequence[torch.Tensor]:
-        """`tensor_store.Replay`: states `[1, H, K, V]` per layer."""
-        keys = prefix.kv[-1]
-        assert isinstance(keys, RowKeys), "the prefix has no keys"
+    def __call__(
+        self, prefix: CachedTokens | Sequence[CachedTokens], window: int
+    ) -> Sequence[torch.Tensor]:
+        """`tensor_store.Replay` and, for B prefixes, `batched_store.ReplayAll`: states `[B, H, K, V]` per layer."""
+        rows = _rows([prefix] if isinstance(prefix, CachedTokens) else prefix)
         if not self.keep:
-            return restore.replay(self.loaded, self.prefix.rows([keys.row]), window)
+            return restore.replay(self.loaded, self.prefix.rows(rows), window)
         if window not in self._known:
             parts = [
                 restore.replay(
@@ -161,7 +186,15 @@ class Replayed:
                 for start in range(0, self.prefix.batch, self.rows)
             ]
             self._known[window] = tuple(torch.cat(layer) for layer in zip(*parts, strict=True))
-        return [state[keys.row : keys.row + 1] for state in self._known[window]]
+        index = torch.tensor(rows, device=self.prefix.tokens.device)
+        return [state[index] for state in self._known[window]]
+
+
+def _rows(prefixes: Sequence[CachedTokens]) -> list[int]:
+    """The questions that prefixes belong to."""
+    keys = [prefix.kv[-1] for prefix in prefixes]
+    assert all(isinstance(k, RowKeys) for k in keys), "a prefix has no keys"
+    return [k.row for k in keys if isinstance(k, RowKeys)]
 
 
 class ArmCache:
@@ -172,7 +205,7 @@ class ArmCache:
         slots: cached states.
         prefix: what the requests' prefills leave, one row per question.
         replayed: who replays.
-        poison: overwrite freed slots; off where time is measured.
+        timed: every copy by itself and no poison in freed slots, as where time is measured.
     """
 
     def __init__(
@@ -184,23 +217,22 @@ class ArmCache:
         replayed: Replayed,
         *,
         slots: int,
-        poison: bool = True,
+        timed: bool = False,
     ) -> None:
         self.block, self.prefix = block, prefix
         questions = block.questions
         native = questions + (slots if arm.native else 0)
         self.pool = StatePool(loaded.spec, native + RESERVED, device=loaded.device)
         window = arm.w_replay if arm.policy == "wr" else 0
-        self.store = TensorStore(
-            self.pool,
-            0 if arm.native else slots,
-            None if arm.units is None else arm.units.masks,
-            kind=arm.kind,
-            window=window,
-            replay=replayed,
-            poison=poison,
+        packed = 0 if arm.native else slots
+        masks = None if arm.units is None else arm.units.masks
+        place = (self.pool, packed, masks)
+        self.store = (
+            TensorStore(*place, kind=arm.kind, window=window, replay=replayed, poison=False)
+            if timed
+            else BatchedStore(*place, kind=arm.kind, window=window, replay=replayed)
         )
-        pools = Pools(native=native, packed=0 if arm.native else slots, spill=False)
+        pools = Pools(native=native, packed=packed, spill=False)
         admission = Admission(
             prompt=(int(block.suffix.shape[1]),), junctions=False, finished=False, shortest=1
         )
@@ -218,6 +250,7 @@ class ArmCache:
         for lease in leases:
             self.cache.finish(lease)
         self.cache.settle()
+        self._flush()
 
     def round(
         self, order: Sequence[int], *, last: bool = False
@@ -230,6 +263,7 @@ class ArmCache:
         for row in order:
             self.cache.load(leases[row])
         self._computed([(row, leases[row]) for row in order if leases[row].hit is None])
+        self._flush()
         rows = range(self.block.questions)
         slots = torch.tensor([leases[row].slot for row in rows], device=self.pool.device)
         self.pool.require_finite(slots)
@@ -238,8 +272,14 @@ class ArmCache:
         for row in order[: 0 if last else None]:
             self.cache.finish(leases[row])
         self.cache.settle()
+        self._flush()
         self.cache.audit()
         return tuple(states), tuple(conv), cached
+
+    def _flush(self) -> None:
+        """Run what the store still holds back."""
+        if isinstance(self.store, BatchedStore):
+            self.store.flush()
 
     def _lease(self, row: int) -> Lease:
         lease = self.cache.acquire(self.prompts[row], self.block.budget)
@@ -255,7 +295,10 @@ class ArmCache:
         rows = [row for row, _ in requests]
         slots = torch.tensor([lease.slot for _, lease in requests], device=self.pool.device)
         part = self.prefix.rows(rows)
+        self._flush()
         self.pool.write(slots, part.states, part.conv)
+        if isinstance(self.store, BatchedStore):
+            self.store.written([lease.slot for _, lease in requests])
         for row, lease in requests:
             for position in lease.boundaries:
                 if position == self.block.prefix:

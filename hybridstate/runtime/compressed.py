@@ -24,6 +24,7 @@ from hybridstate.runtime.slots import RESERVED
 
 Kind = Literal["fp32", "int8", "packed"]
 KINDS: Final = ("fp32", "int8", "packed")
+Slots = int | Sequence[int]
 
 
 class CheckpointPool(Protocol):
@@ -93,7 +94,8 @@ class NoRows:
 class FloatRows:
     """Retained rows of an FP32 pool as FP32 or INT8.
 
-    A pool in the physical order of a decode kernel is read and written through one slot of staging in rows order.
+    A pool in the physical order of a decode kernel is read and written through one slot of staging in rows order; from
+    any other, several slots pack, load or are poisoned at once, given as sequences of equal length.
     """
 
     def __init__(
@@ -135,10 +137,11 @@ class FloatRows:
             for start, end, size in zip(ends, ends[1:], split, strict=False)
         )
 
-    def pack(self, source: int, target: int) -> None:
+    def pack(self, source: Slots, target: Slots) -> None:
         """See `CheckpointPool`."""
-        slot = source
+        slot: Slots = source
         if self._staging is not None:
+            assert isinstance(source, int), "the staging has one slot"
             states, _ = self._pool.read(self._index(source))
             for kept, state in zip(self._staging.states, states, strict=True):
                 kept.copy_(state)
@@ -152,7 +155,7 @@ class FloatRows:
             self._form,
         )
 
-    def unpack(self, source: int, target: int, omitted: Sequence[torch.Tensor] | None) -> None:
+    def unpack(self, source: Slots, target: Slots, omitted: Sequence[torch.Tensor] | None) -> None:
         """See `CheckpointPool`."""
         slot = self._index(target if self._staging is None else 0)
         scatter_rows(
@@ -166,18 +169,20 @@ class FloatRows:
         )
         if omitted is not None and len(self._table.omitted):
             fresh = LayerSet.of([state.float().contiguous() for state in omitted])
-            refresh_rows(fresh, self._index(0), self._rows, slot, self._table.omitted)
+            rows = torch.arange(len(slot), device=self._pool.device)
+            refresh_rows(fresh, rows, self._rows, slot, self._table.omitted)
         if self._staging is not None:
             layers = zip(self._pool.layouts, self._pool.states, self._staging.states, strict=True)
             for layout, state, staged in layers:
                 state[target] = layout.pack(staged[0])
 
-    def poison(self, slot: int) -> None:
+    def poison(self, slot: Slots) -> None:
         """See `CheckpointPool`."""
-        self._buffer[slot] = POISON_BYTE
+        self._buffer[slot if isinstance(slot, int) else self._index(slot)] = POISON_BYTE
 
-    def _index(self, slot: int) -> torch.Tensor:
-        return torch.tensor([slot], device=self._pool.device)
+    def _index(self, slots: Slots) -> torch.Tensor:
+        numbers = [slots] if isinstance(slots, int) else list(slots)
+        return torch.tensor(numbers, device=self._pool.device)
 
 
 class ExchangedRows:
