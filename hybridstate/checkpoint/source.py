@@ -19,6 +19,7 @@ from hybridstate.checkpoint.parts import Origin, Read, Reader
 from hybridstate.errors import NumericError, SourceError, UsageError
 from hybridstate.families import LinearLayer, ModelSpec, check_log_scale, detect
 from hybridstate.families.detect import check_blocks
+from hybridstate.families.published import published_config
 from hybridstate.provenance import canonical_json, sha256_bytes
 
 EMBEDDED: Final = ("tiny-gdn", "tiny-kda")
@@ -319,9 +320,9 @@ def _resolve(model: str) -> HubName | tuple[Path, str, tuple[str, ...]]:
         )
     if named is not None:
         return named
-    raise SourceError(
-        f"no model at {model}",
-        hint="give a folder with config.json, a Hub name such as org/name[@revision], or an "
-        f"embedded model: {', '.join(EMBEDDED)}",
-        model=model,
-    )
+    hint = "give a folder with config.json, a Hub name such as org/name[@revision], or an "
+    hint += f"embedded model: {', '.join(EMBEDDED)}"
+    if (published := published_config(model)) is not None:
+        hint = f"only the sizes of {published[0]} are known here, for calibrate and bench decode with --dummy; "
+        hint += f"give the folder of its weights, or its Hub name org/{published[0]}"
+    raise SourceError(f"no model at {model}", hint=hint, model=model)

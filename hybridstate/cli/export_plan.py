@@ -45,7 +45,7 @@ def export_plan(
     model: Model,
     output: RequiredOutputFolder,
     w_max: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             "--w-max",
             metavar="N|auto",

@@ -148,14 +148,23 @@ def parse_balance(value: str) -> "BalanceMode":
     raise UsageError(f"--balance takes off, storage or hybrid, found {value!r}", found=value)
 
 
-def parse_w_max(value: str | None) -> int | Literal["auto"] | None:
-    """A cutoff, or `auto`.
+def parse_w_max(values: list[str] | None) -> int | Literal["auto"] | None:
+    """A cutoff, or `auto`; none where the option is not given.
 
     Raises:
-        UsageError: neither.
+        UsageError: neither, or more than one.
     """
-    if value is None or value == "auto":
-        return None if value is None else "auto"
+    if not values:
+        return None
+    if len(values) > 1:
+        raise UsageError(
+            f"a plan has one cutoff, found --w-max {' and '.join(values)}",
+            hint="export one plan for each, or compare cutoffs with hybridstate analyze",
+            found=values,
+        )
+    value = values[0]
+    if value == "auto":
+        return "auto"
     try:
         return int(value)
     except ValueError as error:

@@ -15,18 +15,20 @@ def serving_tables(out: Output, result: dict[str, Any]) -> None:
     synthetic = "synthetic " if result["trace"]["synthetic"] else ""
     operating = result["operating_point"]
     seconds = result["cost_model"]["source"] if result["simulated"] else "of the engine"
+    comparable = result["simulated"] or _on_gpu(result)
     _points_table(
         out,
         f"{result['model']}: {synthetic}trace {result['trace']['name']}, {how}, {counted(result['clients'], 'client')}",
         result["points"],
         note=f"{result['trace']['note']}; {result['profile']['note']}; seconds: {seconds}; "
         f"ratio: working set of {counted(result['working_set'], 'state')} over dense slots; every arm has the dense "
-        f"arm's bytes; means of {counted(result['seeds'], 'seed')} over all requests; change: mean TTFT against dense"
+        f"arm's bytes; means of {counted(result['seeds'], 'seed')} over all requests; "
         + (
-            ""
-            if result["simulated"] or _on_gpu(result)
-            else "; times on a CPU say nothing about GPUs"
+            "change: mean TTFT against dense"
+            if comparable
+            else "times on a CPU say nothing about GPUs, so no change against dense is shown"
         ),
+        change=comparable,
     )
     short = [
         f"{p['arm']} at ratio {p['ratio']:g}"
@@ -53,6 +55,7 @@ def serving_tables(out: Output, result: dict[str, Any]) -> None:
             out,
             "control: synthetic prompts that share nothing",
             result["control"],
+            change=comparable,
             note="no cache can gain here; live states of fewer bytes still decode faster",
         )
 
@@ -61,7 +64,9 @@ def _on_gpu(result: dict[str, Any]) -> bool:
     return str(result["device"]["device"]).startswith("cuda")
 
 
-def _points_table(out: Output, title: str, points: list[dict[str, Any]], note: str) -> None:
+def _points_table(
+    out: Output, title: str, points: list[dict[str, Any]], note: str, *, change: bool
+) -> None:
     out.table(
         title,
         (
@@ -77,9 +82,9 @@ def _points_table(out: Output, title: str, points: list[dict[str, Any]], note: s
             "E2E s",
             "replayed",
             "evicted",
-            "change",
+            *(("change",) if change else ()),
         ),
-        [_point_row(point) for point in points],
+        [_point_row(point)[: None if change else -1] for point in points],
         note=note,
     )
     for text in dict.fromkeys(point["skipped"] for point in points if "skipped" in point):

@@ -149,6 +149,8 @@ def read_measured(path: str | Path, digests: Mapping[str, str], *, policy: str =
         )
         if not isinstance(recorded, dict) or not found.cutoffs:
             raise ValueError(f"no arm {chosen} with a cutoff")
+    except FileNotFoundError as error:
+        raise SourceError(f"no file {file}", hint=_AGAIN, file=str(file)) from error
     except (OSError, *UNREADABLE) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise SourceError(

@@ -272,6 +272,15 @@ def test_path_like_name_is_never_taken_for_a_hub_name(model: str) -> None:
         open_checkpoint(model)
 
 
+@pytest.mark.parametrize("model", ["Qwen3.6-35B-A3B", "./Kimi-Linear-48B-A3B"])
+def test_a_model_known_by_its_sizes_gets_its_own_hint(model: str) -> None:
+    with pytest.raises(SourceError, match="no model at") as caught:
+        open_checkpoint(model)
+    assert caught.value.hint is not None
+    assert "--dummy" in caught.value.hint
+    assert "its Hub name org/" in caught.value.hint
+
+
 @pytest.mark.parametrize("model", ["", " "])
 def test_empty_name_is_not_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
