@@ -36,6 +36,7 @@ from hybridstate.quality.replay import (
 from hybridstate.runtime.restore import Prefix
 from hybridstate.trajectories.cache import prefill
 from hybridstate.trajectories.model import LoadedModel
+from hybridstate.trajectories.stages import stage, timed
 
 BATCH_BYTES: Final = 14 << 30
 """States and attention keys decoded at once on a GPU; temporaries take about three times as much."""
@@ -77,11 +78,11 @@ def run_quality(
     report: Progress = progress or (lambda _stage, _done, _total: None)
     keep: Record = record or (lambda _result: None)
     begun = time.monotonic()
-    quality = Quality(run_header(loaded, arms, options) | (header or {}))
     plan = list(_planned(options))
+    keys = [(task, tokens, end) for task, tokens, ends in plan for end in ends]
+    quality = Quality(run_header(loaded, arms, options) | (header or {}), plan=keys)
     if resume is not None:
-        keys = [(task, tokens, end) for task, tokens, ends in plan for end in ends]
-        quality.go_on(earlier(resume, quality.header), keys)
+        quality.go_on(earlier(resume, quality.header))
     if quality.whole_window is None:
         quality.whole_window = whole_window(loaded, arms, questions=min(8, options.questions))
     keep(quality.to_json())
@@ -99,9 +100,11 @@ def run_quality(
             continue
         for boundary in boundaries:
             whole = block.at_the_end() if boundary == "prompt" else block
-            started = time.monotonic()
-            found, refused = _fitting(loaded, arms, whole, boundary, options)
-            found |= {"asked_tokens": tokens, "seconds": time.monotonic() - started}
+            with timed() as clock:
+                found, refused = _fitting(loaded, arms, whole, boundary, options)
+            clock.settle()
+            seconds = {"seconds": sum(clock.seconds.values()), "stages_s": dict(clock.seconds)}
+            found |= {"asked_tokens": tokens, **seconds}
             if refused and options.resident:
                 quality.refused.append(
                     {"task": task, "tokens": tokens, "boundary": boundary, "arms": refused}
@@ -109,8 +112,8 @@ def run_quality(
             else:
                 quality.blocks.append(found)
             group = {"suite": found["suite"], "boundary": boundary, "tokens": found["tokens"]}
-            timed = [{key: entry[key] for key in group} for entry in quality.ttft]
-            if options.repeats and group not in timed:
+            known = [{key: entry[key] for key in group} for entry in quality.ttft]
+            if options.repeats and group not in known:
                 times = first_token_times(loaded, arms, whole, options.repeats)
                 quality.ttft.append(group | times)
             keep(quality.to_json())
@@ -169,13 +172,13 @@ def run_block(
     rows = Rows(loaded, block, boundary, options.replays)
     per_pass = PASS_TOKENS[loaded.device.type] // divisor
     rows_prefill = max(1, per_pass // block.prefix)
-    prefix = stored_prefixes(
-        loaded, block, [arms[0].storage], chunk=options.chunk, rows=rows_prefill
-    )[0]
-    replayed = Replayed(loaded, prefix, rows_prefill)
     whole = None
-    if any(arm.policy == "recompute" for arm in arms):
-        whole = prefill(loaded, torch.cat([block.context, block.suffix], 1))
+    with stage("prefill"):
+        exact = [arms[0].storage]
+        prefix = stored_prefixes(loaded, block, exact, chunk=options.chunk, rows=rows_prefill)[0]
+        replayed = Replayed(loaded, prefix, rows_prefill)
+        if any(arm.policy == "recompute" for arm in arms):
+            whole = prefill(loaded, torch.cat([block.context, block.suffix], 1))
     refused: dict[str, str] = {}
     mode = ""
     limit = _rows_at_once(loaded, arms, block, prefix, options, divisor)
@@ -183,15 +186,13 @@ def run_block(
         served = _served(loaded, group, block, prefix, replayed, options, per_pass)
         answers: dict[str, tuple[NDArray[np.int64], torch.Tensor]] = {}
         for some in _alike(served, limit):
-            replies = generate(
-                loaded,
-                block,
-                [group[n] for n in some],
-                [served[n] for n in some],
-                chunk=options.chunk,
-                sampling=Sampling(options.temperature, options.seed),
-                whole=whole,
-            )
+            with stage("replies"):
+                replies = generate(
+                    *(loaded, block, [group[n] for n in some], [served[n] for n in some]),
+                    chunk=options.chunk,
+                    sampling=Sampling(options.temperature, options.seed),
+                    whole=whole,
+                )
             mode = mode or replies.mode
             for place, n in enumerate(some):
                 answers[group[n].name] = replies.tokens[place], replies.first[place]
@@ -202,7 +203,8 @@ def run_block(
             elif hit["not_resident"]:
                 refused[arm.name] = f"{arm.name}: {', '.join(hit['not_resident'])}"
             size = kept.slot_bytes if arm.storage.exact else stored_bytes(loaded, arm)
-            rows.add(arm, *answers[arm.name], {"bytes": size, "hit": hit})
+            with stage("scores"):
+                rows.add(arm, *answers[arm.name], {"bytes": size, "hit": hit})
     return {**rows.to_json(arms), "steps": mode}, refused
 
 
@@ -220,23 +222,27 @@ def _served(
     own: dict[str, Any] = {}
     if formatted:
         together = max(1, per_pass // options.chunk)
-        made = stored_prefixes(
-            loaded, block, [arm.storage for arm in formatted], chunk=options.chunk, rows=together
-        )
+        with stage("prefill of formats"):
+            made = stored_prefixes(
+                *(loaded, block, [arm.storage for arm in formatted]),
+                chunk=options.chunk,
+                rows=together,
+            )
         own = {arm.name: found for arm, found in zip(formatted, made, strict=True)}
     served = []
     for arm in group:
         mine = own.get(arm.name, prefix)
-        if arm.policy == "recompute":
-            found = without_cache(loaded, block, mine, rounds=options.replays)
-        else:
-            found = serve(
-                *(loaded, arm, block, mine, replayed),
-                slots=options.slots or block.questions,
-                rounds=options.replays,
-                seed=options.seed,
-            )
-        served.append(found.once(block.questions) if _repeats(arm, options) else found)
+        with stage("cache"):
+            if arm.policy == "recompute":
+                found = without_cache(loaded, block, mine, rounds=options.replays)
+            else:
+                found = serve(
+                    *(loaded, arm, block, mine, replayed),
+                    slots=options.slots or block.questions,
+                    rounds=options.replays,
+                    seed=options.seed,
+                )
+            served.append(found.once(block.questions) if _repeats(arm, options) else found)
     return served
 
 

@@ -36,22 +36,26 @@ class Quality:
     whole_window: dict[str, Any] | None = None
     ttft: list[dict[str, Any]] = field(default_factory=list)
     complete: bool = False
+    plan: Sequence[Key] = ()
+    """Blocks in the order of tables."""
 
     @property
     def done(self) -> list[Key]:
         """Blocks that were measured or refused."""
         return [_key(block) for block in (*self.blocks, *self.refused)]
 
-    def go_on(self, before: "Quality", keys: Sequence[Key]) -> None:
-        """Take over what an earlier run measured of the blocks `keys`."""
-        self.blocks = [block for block in before.blocks if _key(block) in keys]
-        self.refused = [entry for entry in before.refused if _key(entry) in keys]
+    def go_on(self, before: "Quality") -> None:
+        """Take over what an earlier run measured of the planned blocks."""
+        self.blocks = [block for block in before.blocks if _key(block) in self.plan]
+        self.refused = [entry for entry in before.refused if _key(entry) in self.plan]
         self.whole_window = before.whole_window
         groups = [(b["suite"], b["boundary"], b["tokens"]) for b in self.blocks]
         self.ttft = [t for t in before.ttft if (t["suite"], t["boundary"], t["tokens"]) in groups]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
+        places = {key: place for place, key in enumerate(self.plan)}
+        self.blocks.sort(key=lambda block: places.get(_key(block), 0))
         return {
             **self.header,
             "complete": self.complete,

@@ -11,14 +11,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from hybridstate.bench import quality
 from hybridstate.bench.cutoffs import selections_at
-from hybridstate.bench.quality import Options, run_quality
+from hybridstate.bench.quality import run_quality
 from hybridstate.bench.quality_arms import reuse_arms, storage_arms, stored_bytes
+from hybridstate.bench.quality_options import Options
 from hybridstate.bench.quality_window import whole_window
 from hybridstate.bench.restore import RECOMPUTE_KL
 from hybridstate.cli.bench_quality import named_tasks
 from hybridstate.cli.main import app
-from hybridstate.errors import NumericError, UsageError
+from hybridstate.errors import NumericError, SourceError, UsageError
 from hybridstate.figures.quality import quality_figures
 from hybridstate.plan.accounting import account
 from hybridstate.plan.store import read_plan
@@ -126,6 +128,95 @@ def test_a_stopped_run_leaves_what_it_has(
     assert [len(r["blocks"]) for r in recorded] == [0, 1, 2, 3]
     assert not any(r["complete"] for r in recorded)
     assert recorded[0]["whole_window"] is not None
+
+
+def same_but_for_time(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> bool:
+    times = ("seconds", "stages_s")
+    return [{k: v for k, v in x.items() if k not in times} for x in a] == [
+        {k: v for k, v in x.items() if k not in times} for x in b
+    ]
+
+
+@pytest.fixture
+def half(recorded: list[dict[str, Any]], result: dict[str, Any], tmp_path: Path) -> Path:
+    """The document of a run that was killed after its first block."""
+    assert result["complete"]
+    path = tmp_path / "half.partial.json"
+    path.write_text(json.dumps({"schema": "x", "result": recorded[1]}))
+    return path
+
+
+def test_a_killed_run_goes_on_without_its_blocks(
+    loaded: LoadedModel,
+    arms: Any,
+    result: dict[str, Any],
+    half: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[tuple[str, str]] = []
+    real = quality.run_block
+
+    def counted(*args: Any) -> Any:
+        ran.append((args[2].task, args[3]))
+        return real(*args)
+
+    monkeypatch.setattr(quality, "run_block", counted)
+    kept: list[dict[str, Any]] = []
+    again = run_quality(loaded, arms, OPTIONS, MATERIAL, resume=half, record=kept.append).to_json()
+    assert ran == [("recall", "question"), ("niah_single_1", "prompt")]
+    assert same_but_for_time(again["blocks"], result["blocks"])
+    assert again["blocks"][0] == result["blocks"][0]
+    assert again["summary"] == result["summary"]
+    assert again["complete"]
+    assert [len(r["blocks"]) for r in kept] == [1, 2, 3]
+    groups = [(t["suite"], t["boundary"]) for t in again["ttft"]]
+    assert groups == [("own", "prompt"), ("own", "question"), ("ruler", "prompt")]
+    whole = half.with_name("whole.json")
+    whole.write_text(json.dumps(again))
+    run_quality(loaded, arms, replace(OPTIONS, within=-1.0), MATERIAL, resume=whole)
+    assert len(ran) == 2
+
+
+def test_blocks_stay_in_the_order_of_the_plan(
+    loaded: LoadedModel, arms: Any, result: dict[str, Any], tmp_path: Path
+) -> None:
+    """A later block that was measured first does not change the tables."""
+    path = tmp_path / "last.json"
+    path.write_text(json.dumps({**result, "blocks": result["blocks"][1:]}))
+    again = run_quality(loaded, arms, replace(OPTIONS, repeats=1), MATERIAL, resume=path)
+    assert same_but_for_time(again.to_json()["blocks"], result["blocks"])
+
+
+def test_another_run_is_not_continued(loaded: LoadedModel, arms: Any, half: Path) -> None:
+    for change, name in (({"questions": 3}, "questions"), ({"chunk": 128}, "chunk")):
+        with pytest.raises(UsageError, match=f"another {name}"):
+            run_quality(loaded, arms, replace(OPTIONS, **change), MATERIAL, resume=half)
+    with pytest.raises(UsageError, match="another arms"):
+        run_quality(loaded, arms[:3], OPTIONS, MATERIAL, resume=half)
+    fewer = replace(OPTIONS, tasks=("recall",), boundaries=("prompt",))
+    assert len(run_quality(loaded, arms, fewer, MATERIAL, resume=half).blocks) == 1
+    for text in ("{", "[]", '{"result": {"blocks": []}}'):
+        half.write_text(text)
+        with pytest.raises(SourceError, match=r"cannot read the blocks of half\.partial\.json"):
+            run_quality(loaded, arms, OPTIONS, MATERIAL, resume=half)
+
+
+def test_equal_rounds_are_answered_once(
+    loaded: LoadedModel, arms: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = replace(OPTIONS, tasks=("recall",), boundaries=("prompt",), repeats=0)
+    some = [*arms[:2], *arms[3:5], *storage_arms(loaded, ["int8-step-stochastic"], None)]
+    once = run_quality(loaded, some, one, MATERIAL).blocks
+    assert [a["rounds_decoded"] for a in once[0]["arms"].values()] == [1, 1, 1, 1, 2]
+    monkeypatch.setattr(quality, "_repeats", lambda _arm, _options: False)
+    every = run_quality(loaded, some, one, MATERIAL).blocks
+    for name, arm in once[0]["arms"].items():
+        other = every[0]["arms"][name]
+        assert other["rounds_decoded"] == 2
+        assert arm["kl_first"] == pytest.approx(other["kl_first"], rel=1e-3, abs=1e-9)
+        for key in ("samples", "hit", "accuracy", "same_reply", "rounds_differ", "difference"):
+            assert arm[key] == other[key]
+    assert once[0]["dense_replies"] == every[0]["dense_replies"]
 
 
 def test_no_time_is_an_error_and_little_time_is_said(loaded: LoadedModel, arms: Any) -> None:
@@ -275,3 +366,11 @@ def test_command_writes_result_and_figures(tiny_kda: Path, tmp_path: Path) -> No
     assert document["result"]["blocks"][0]["task"] == "registers"
     assert "token hit" in found.output
     assert not list(tmp_path.glob("*.partial.json"))
+    again = tmp_path / "again"
+    resumed = f"{command[: command.index(' -o ')]} --resume {folder / 'quality.json'} -o {again}"
+    found = CliRunner().invoke(app, resumed.split())
+    assert found.exit_code == 0, found.output
+    blocks = [
+        json.loads((f / "quality.json").read_text())["result"]["blocks"] for f in (folder, again)
+    ]
+    assert blocks[0] == blocks[1]
