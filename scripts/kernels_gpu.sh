@@ -25,6 +25,8 @@ part() { # NAME SECONDS COMMAND...: run within its limit and what is left of the
     timeout "$limit" "$@" >"$out/$name.log" 2>&1
     code=$?
     echo "$name: exit $code, $((SECONDS - began)) s; $(tail -n 1 "$out/$name.log" | cut -c1-160)" | tee -a "$out/summary.txt"
+    # tests name a failure when it happens, so that those of a run out of time are known
+    grep -h '^FAILED at' "$out/$name.log" | cut -c1-300 | tee -a "$out/summary.txt"
 }
 
 compile() { # NAME COMMAND...: beside the checks, behind them in priority
@@ -40,8 +42,8 @@ for number in 0 1 2 3 4; do
 done
 compile codecs scripts/measure_codecs.py --compile 4,16
 compile tokens scripts/measure_codecs.py --compile tokens
-part tests "$checks" "$python" -m pytest -q -m gpu -p no:benchmark -p no:cacheprovider -n 12 --dist worksteal \
-    --maxfail=40 --durations=25 tests/kernels tests/runtime/test_tensor_store_gpu.py tests/bench/test_update.py
+part tests "$checks" "$python" -m pytest -q -m gpu -p tests.named_failures -p no:benchmark -p no:cacheprovider -n 12 \
+    --dist worksteal --tb=short --maxfail=40 --durations=25 tests/kernels tests/runtime/test_tensor_store_gpu.py tests/bench/test_update.py
 wait
 
 # 2. Times, one process at a time.
