@@ -22,6 +22,26 @@ def _microseconds(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
 
 
+ORDERS = {
+    "mma16816": "fragment order",
+    "natural": "natural order",
+    "rows": "rows",
+    "tiles": "tiles",
+}
+VALUES = {"float32": "FP32", "bfloat16": "BF16", "float16": "FP16"}
+
+
+def layout_words(layout_id: str) -> str:
+    """A `layout_id` in words: order, head, what is kept in FP16."""
+    order, *parts = layout_id.split("-")
+    key, value = (
+        next(p[1:] for p in parts if p[0] == letter and p[1:].isdigit()) for letter in "kv"
+    )
+    kept = [f"{p[4:]} FP16 channels" for p in parts if p.startswith("f16x")]
+    kept += [VALUES[p] for p in parts if p in VALUES]
+    return ", ".join((ORDERS[order], f"{key} x {value}", *kept))
+
+
 def passes(result: Result) -> str:
     """The in-place pass over the bytes of each state format."""
     found = {(r["pass"], r["batch"]): r for r in result["rows"] if "pass" in r}
@@ -43,6 +63,9 @@ def passes(result: Result) -> str:
 def forms(result: Result) -> str:
     """Microseconds of every form of the kernels by batch; the fastest packed one of each batch is bold."""
     times_by: dict[str, dict[int, float]] = {}
+    layouts = {
+        r["variant"]: r["layout"] for r in result["rows"] if "variant" in r and "layout" in r
+    }
     for row in result["rows"]:
         if "variant" in row and "median_us" in row:
             times_by.setdefault(row["variant"], {})[row["batch"]] = row["median_us"]
@@ -61,8 +84,14 @@ def forms(result: Result) -> str:
             text = _microseconds(found.get(b))
             top = _is_packed(name) and found.get(b) == best.get((name[:3], b))
             cells.append(f"**{text}**" if text and top else text)
-        rows.append([name, *cells])
+        rows.append([_label(name, layouts.get(name)), *cells])
     return markdown(["form", *(f"{b}" for b in FORM_BATCHES)], rows)
+
+
+def _label(name: str, layout_id: str | None) -> str:
+    """The variant; where its name ends in a piece of the `layout_id`, in words."""
+    form, _, last = name.rpartition(" ")
+    return f"{form}, {layout_words(layout_id)}" if layout_id and layout_id.endswith(last) else name
 
 
 def _is_packed(name: str) -> bool:
@@ -159,14 +188,23 @@ def tokens(result: Result) -> str:
     """Several tokens in one launch beside as many single steps."""
     rows = [
         [
-            t["name"],
+            *_case(t["name"]),
             f"{1e6 * t['one_launch_s']['median']:.1f}",
             f"{1e6 * t['single_steps_s']['median']:.1f}",
             times(t["single_steps_s"]["median"] / t["one_launch_s"]["median"]),
         ]
         for t in result["tokens"]
     ]
-    return markdown(["layout, gate, batch, tokens", "one launch, µs", "single steps, µs", ""], rows)
+    return markdown(
+        ["state", "gate", "batch", "tokens", "one launch, µs", "single steps, µs", "faster by"],
+        rows,
+    )
+
+
+def _case(name: str) -> tuple[str, str, str, str]:
+    """Of `LAYOUT_ID GATE batch N tokens N`."""
+    layout_id, gate, _, batch, _, count = name.split(" ")
+    return layout_words(layout_id), gate, batch, count
 
 
 def rivals(result: Result) -> str:

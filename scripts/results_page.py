@@ -66,6 +66,7 @@ COMMENTS: dict[Table, Comment] = {
     calibration_tables.steps: findings.steps,
     calibration_tables.answers: findings.answers,
     calibration_tables.concentration: findings.concentration,
+    calibration_tables.greedy: findings.greedy,
 }
 PICTURES: dict[Table, tuple[str, ...]] = {
     calibration_tables.formats: ("divergence_bits",),
@@ -116,7 +117,6 @@ RESULTS: tuple[Section, ...] = (
         tables.interventions,
         findings.needs,
     ),
-    Section("The prefix cache under random operations", "cache-stress.json", tables.stress),
     Section(
         "Answers after compressed hits",
         QUALITY,

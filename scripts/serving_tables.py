@@ -9,7 +9,7 @@ from typing import Any
 
 import pictures
 import tables
-from recordings import SERVED, recorded
+from recordings import SERVED, recorded, source_line
 
 from hybridstate.cli.output import counted
 
@@ -99,11 +99,50 @@ def finding(result: Result) -> str:
             f" There `{arm}` changes the mean TTFT by {100 * best:+.1f} %, the most of DASC's arms; DASC reports "
             f"{100 * PAPER_CUT:.0f} % on its model and trace."
         )
+        text += _room(result, arm)
     if gains and min(gains) not in ours:
         best, arm = min(gains)
         what = "Most of all arms:" if ours else "The largest change of the mean TTFT there:"
         text += f" {what} `{arm}`, {100 * best:+.1f} %."
     return text
+
+
+def _room(result: Result, arm: str) -> str:
+    """Why the arm's change is no larger: it hits all that can be hit; and what it is one ratio further."""
+    chosen, limit = result["operating_point"]["ratio"], result["points"][0]["limit"]
+    means = {
+        (p["arm"], p["ratio"]): p["mean"]
+        for p in result["points"]
+        if p["limit"] == limit and p["balance"] == "off" and "mean" in p
+    }
+
+    def hit(mean: Result) -> float:
+        return float(mean["hybridstate"]["token_hit_rate"])
+
+    most = max(map(hit, means.values()))
+    if (arm, chosen) not in means or most - hit(means[arm, chosen]) > 0.0005:
+        return ""
+    text = f" It hits {tables.percent(most)} of the tokens, as much as any arm at any ratio: nothing more is to be had"
+    if most - hit(means["dense", chosen]) < 0.0005:
+        text += ", and dense states hit as many"
+    larger = [ratio for name, ratio in means if name == arm and ratio > chosen]
+    if not larger or ("dense", min(larger)) not in means:
+        return f"{text}."
+    before, after = (means[name, min(larger)]["mean_ttft_ms"] for name in ("dense", arm))
+    return (
+        f"{text}. With fewer dense slots, at ratio {min(larger):g}, the same arm changes it by "
+        f"{100 * (after / before - 1):+.0f} % ({before / 1e3:.2f} to {after / 1e3:.2f} s)."
+    )
+
+
+def heading(result: Result) -> str:
+    """A run in words: model, ranks, think time, budget."""
+    parts = [result["model"]]
+    parts += [f"{result['profile']['tp']} ranks"] if result["profile"]["tp"] > 1 else []
+    think = result["think_s"]
+    parts.append(f"{think:g} s of think time" if think else "no think time")
+    parts += ["budget of states and KV"] if result["budget_scope"] == "state+kv" else []
+    return ", ".join(parts)
 
 
 def fit(result: Result) -> str:
@@ -142,7 +181,7 @@ def conditions(result: Result) -> str:
 
 
 def stress(result: Result) -> str:
-    """Operations, reclamations and leaks of each arm; replies compared on the models."""
+    """Operations, reclamations and leaks of each arm; starts and compared replies on the models."""
     rows = []
     for entry in result["without_tensors"]:
         done = entry["operations"]
@@ -154,6 +193,7 @@ def stress(result: Result) -> str:
                 entry["arm"],
                 f"{tried:,}",
                 *(f"{n:,}" for n in (*counted, entry["reclamations"])),
+                "",
                 "",
                 str(entry["leaked_slots"]),
             ]
@@ -171,6 +211,7 @@ def stress(result: Result) -> str:
                 f"{counters['aborts']:,}",
                 f"{counters['demotions']:,}",
                 "",
+                " / ".join(f"{entry['starts'][k]:,}" for k in ("dense", "compressed", "miss")),
                 f"{entry['replies_compared']:,}, {entry['replies_that_differ']} differ",
                 str(entry["leaked_slots"]),
             ]
@@ -185,7 +226,8 @@ def stress(result: Result) -> str:
         "demotions",
         "reclamations",
     )
-    return tables.markdown((*head, "replies compared", "leaked slots"), rows)
+    more = ("dense / compressed / missed starts", "replies compared", "leaked slots")
+    return tables.markdown((*head, *more), rows)
 
 
 # -- the page -----------------------------------------------------------------------------------------
@@ -198,14 +240,14 @@ def runs(pattern: str) -> str:
         result = document["result"]
         command = " ".join(("hybridstate", *document["arguments"]))
         parts += [
-            f"### {path.stem}",
+            f"### {heading(result)}",
             conditions(result),
             finding(result),
             *([text] if (text := fit(result)) else []),
             operating(result),
             sweep(result),
             *(
-                pictures.link(f"serving/{path.stem}", name, path.stem)
+                pictures.link(f"serving/{path.stem}", name, heading(result))
                 for name in ("serving_cutoffs", "serving_ratios")
                 if (pictures.FIGURES / "serving" / path.stem / f"{name}.png").exists()
             ),
@@ -215,7 +257,11 @@ def runs(pattern: str) -> str:
 
 
 def stress_block() -> str:
-    return "\n\n".join(stress(document["result"]) for _, document in recorded("cache-stress.json"))
+    parts = [
+        f"{stress(document['result'])}\n\n{source_line(path, document)}"
+        for path, document in recorded("cache-stress.json")
+    ]
+    return "\n\n".join(parts)
 
 
 def exchange_block() -> str:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from hybridstate.cli.output import counted, interval
+from hybridstate.figures.results import MAIN_FORMATS
 
 Result = Mapping[str, Any]
 
@@ -200,11 +201,8 @@ def interventions(result: Result) -> str:
 # --- calibrate ------------------------------------------------------------------------------------
 
 
-README_FORMATS = (
-    *("fp32", "fp16", "bf16", "int8-step", "int8-step+reorder"),
-    *("damp", "damp-random", "damp+reorder", "damp-every-16"),
-)
-"""Formats of the README's table; docs/results.md has all."""
+README_FORMATS = ("fp32", *MAIN_FORMATS)
+"""Formats of the README's table and picture; docs/results.md has all."""
 
 
 def precision(result: Result) -> str:
@@ -304,49 +302,6 @@ def _key_order(result: Result) -> str:
     if order == "exported weights":
         order += " (MODEL is the folder that `export-plan` wrote)"
     return f"\n\nKey order of the packed state: {order}." if order else ""
-
-
-# --- the prefix cache under random operations -------------------------------------------------------
-
-
-def stress(result: Result) -> str:
-    """Random operations on the cache: what happened, what leaked, and replies against the request alone."""
-    alone = [
-        [
-            row["arm"],
-            f"{sum(row['operations'].values()):,}",
-            f"{row['counters']['requests']:,}",
-            f"{row['reclamations']:,}",
-            str(row["leaked_slots"]),
-        ]
-        for row in result["without_tensors"]
-    ]
-    models = [
-        [
-            f"`{row['model']}`, {row['arm']}",
-            f"{row['operations']:,}",
-            f"{row['starts']['dense']} / {row['starts']['compressed']} / {row['starts']['miss']}",
-            f"{row['replies_compared']:,}",
-            str(row["replies_that_differ"]),
-            str(row["leaked_slots"]),
-        ]
-        for row in result["models"]
-    ]
-    first = markdown(
-        ["cache without tensors", "operations", "requests", "reclaimed", "leaked"], alone
-    )
-    second = markdown(
-        [
-            *("with models", "operations", "dense / compressed / missed starts"),
-            *("replies compared", "differ", "leaked"),
-        ],
-        models,
-    )
-    note = (
-        "Operations are random (submit, wait, step, finish, abort, evict, clear, transfer). A reply "
-        "is compared with that of the same request without a cache; requests are synthetic."
-    )
-    return f"{first}\n\n{second}\n\n{note}"
 
 
 # --- short forms for the README -------------------------------------------------------------------

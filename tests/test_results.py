@@ -242,16 +242,6 @@ def test_recordings_of_one_model_are_one_run_where_they_belong_together(
     assert len(list(recordings.runs("quality-*.json"))) == 3
 
 
-def test_stress_table_counts_leaks_and_differences() -> None:
-    row = {"arm": "dense", "operations": {"submit": 1000, "step": 500}, "counters": {"requests": 9}}
-    model = {"model": "tiny", "arm": "replay", "operations": 1000, "replies_compared": 854}
-    model |= {"replies_that_differ": 2, "starts": {"dense": 1, "compressed": 2, "miss": 3}}
-    rows = {"without_tensors": [row | {"reclamations": 7, "leaked_slots": 1}]}
-    text = tables.stress(rows | {"models": [model | {"leaked_slots": 0}]})
-    assert "| dense | 1,500 | 9 | 7 | 1 |" in text
-    assert "| `tiny`, replay | 1,000 | 1 / 2 / 3 | 854 | 2 | 0 |" in text
-
-
 def test_emitted_table_counts_what_each_module_compared() -> None:
     found = {
         "ok": True,

@@ -22,8 +22,21 @@ def test_tables_of_a_run() -> None:
     assert len(rows) == 2 + 3 * 3, "three arms at two limits and on the control"
     assert sum("| control |" in row for row in rows) == 3
     assert "DASC reports -42 %" in serving_tables.finding(result)
+    assert "It hits" in serving_tables.finding(result)
+    assert serving_tables.heading(result) == "kimi-linear-profile, no think time"
     assert "0.0625 of the published ones" in serving_tables.conditions(result)
     assert serving_tables.fit(result) == ""
     rows = [{"fitted": n % 2 == 0, "ttft_error": 0.1 * n, "hit_error": 0.0} for n in range(4)]
     fitted = {"points": rows, "largest_ttft_error": 0.3, "largest_hit_error": 0.0}
     assert "of the 2 others 1 are within" in serving_tables.fit({"fit": fitted})
+
+
+def test_stress_table_counts_leaks_and_differences() -> None:
+    row = {"arm": "dense", "operations": {"submit": 1000, "step": 490, "finish": 7, "abort": 3}}
+    row |= {"counters": {"demotions": 5}, "reclamations": 7, "leaked_slots": 1}
+    model = {"model": "tiny", "arm": "replay", "operations": 1000, "replies_compared": 854}
+    model |= {"replies_that_differ": 2, "starts": {"dense": 1, "compressed": 2, "miss": 3}}
+    model |= {"counters": {"requests": 9, "aborts": 4, "demotions": 6}, "leaked_slots": 0}
+    text = serving_tables.stress({"without_tensors": [row], "models": [model]})
+    assert "| no tensors | dense | 1,500 | 1,000 | 7 | 3 | 5 | 7 |  |  | 1 |" in text
+    assert "| tiny | replay | 1,000 | 9 | 5 | 4 | 6 |  | 1 / 2 / 3 | 854, 2 differ | 0 |" in text

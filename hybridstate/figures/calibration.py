@@ -147,7 +147,9 @@ def bits_figure(result: Result, model: str, folder: Path) -> bool:
         )
     plane.set_yscale("log")
     _labels(plane, [row for row in rows if row["format"] in LABELLED])
-    plane.set_xlabel("bits per state value, ring of inputs included")
+    plane.set_xlabel(
+        "bits per state value, ring of inputs included (dots without a name: see the CSV)"
+    )
     plane.set_ylabel("KL to FP32, nats per token")
     table = [
         (
@@ -161,6 +163,7 @@ def bits_figure(result: Result, model: str, folder: Path) -> bool:
     if drawn:
         budget.set_yscale("log")
         budget.set_xlabel("FP16 key channels per head")
+        budget.set_ylabel("KL to FP32, nats per token")
         budget.legend(fontsize=8, frameon=False)
     else:
         budget.set_axis_off()

@@ -2,16 +2,17 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from hybridstate.figures.style import COLOURS, digits, new_figure, save_figure
 
-_PRECISION = (
-    *("fp16", "bf16", "int8-step", "int8-step-stochastic", "damp", "damp+reorder", "damp-every-16"),
+MAIN_FORMATS: Final = (
+    *("fp16", "bf16", "int8-step", "int8-step+reorder", "int8-step-stochastic"),
+    *("damp", "damp-random", "damp+reorder", "damp-every-16"),
 )
-"""Formats that the short picture draws, one colour each; `calibration_figures` draws all."""
+"""Formats of the short picture and of the README's table; `calibration_figures` draws all."""
 
 
 def restore_figure(result: Mapping[str, Any], model: str, folder: Path) -> None:
@@ -43,22 +44,25 @@ def restore_figure(result: Mapping[str, Any], model: str, folder: Path) -> None:
 
         dense = value("dense")
         rows.append((kind, metric, "dense", "", digits(dense), ""))
-        axes.axhline(dense, color=COLOURS[6], linewidth=0.9, label="dense")
+        if metric == "accuracy":  # a KL to dense is zero for dense, which a log axis lacks
+            axes.axhline(100 * dense, color=COLOURS[6], linewidth=0.9, label="dense")
         # open and large below filled and small: both show where they coincide
+        scale = 100.0 if metric == "accuracy" else 1.0
         for policy, label, colour, style in (
             ("nr", "zeros (NR)", COLOURS[0], {"markersize": 9, "fillstyle": "none"}),
             ("wr", "replay (WR)", COLOURS[2], {"markersize": 4, "linestyle": ":"}),
         ):
             values = [value(f"{policy}-{w}") for w in cutoffs]
-            axes.plot(cutoffs, values, marker="o", color=colour, label=label, **style)
+            shown = [scale * v for v in values]
+            axes.plot(cutoffs, shown, marker="o", color=colour, label=label, **style)
             rows += [
                 (kind, metric, policy, w, digits(v), "")
                 for w, v in zip(cutoffs, values, strict=True)
             ]
         drawn = [(w, random[w, kind, metric]) for w in cutoffs if (w, kind, metric) in random]
         if drawn:
-            means = [entry["random_mean"] for _, entry in drawn]
-            spread = [entry["random_sd"] or 0.0 for _, entry in drawn]
+            means = [scale * entry["random_mean"] for _, entry in drawn]
+            spread = [scale * (entry["random_sd"] or 0.0) for _, entry in drawn]
             axes.errorbar(
                 [w for w, _ in drawn],
                 means,
@@ -77,10 +81,13 @@ def restore_figure(result: Mapping[str, Any], model: str, folder: Path) -> None:
         axes.set_xticks(cutoffs, [f"{w:,}" for w in cutoffs], fontsize=8)
         axes.set_xlabel("cutoff $W_{max}$ in tokens")
         axes.set_title(
-            "prose: KL to dense, nats/token" if metric == "kl" else f"{kind}: exact answers",
+            "prose: KL to dense, nats/token" if metric == "kl" else f"{kind}: exact answers, %",
             fontsize=9,
         )
-        axes.set_ylim(*((-0.05, 1.05) if metric == "accuracy" else (0.0, None)))
+        if metric == "accuracy":
+            axes.set_ylim(-5, 105)
+        else:
+            axes.set_yscale("log", nonpositive="clip")
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{model}: after restoring a cached prefix", fontsize=10, x=0.01, ha="left")
     handles, labels = panels[0].get_legend_handles_labels()
@@ -98,24 +105,31 @@ def precision_figure(result: Mapping[str, Any], model: str, folder: Path) -> Non
         folder: existing; gets precision.png and precision.csv.
     """
     found = {row["format"]: row for row in result["validation"] if row["kl"] > 0}
-    formats = [found[name] for name in _PRECISION if name in found]
+    named = [found[name] for name in MAIN_FORMATS if name in found]
+    formats = sorted(named, key=lambda row: -float(row["kl"]))
     steps = result["validation_steps"]
-    figure = new_figure(9.2, 3.0)
+    figure = new_figure(9.2, 3.3)
     points, curves = figure.subplots(1, 2)
     places = np.arange(len(formats))[::-1]
-    for place, row, colour in zip(places, formats, COLOURS, strict=False):
+    for place, row in zip(places, formats, strict=True):
+        number = MAIN_FORMATS.index(row["format"])  # a format looks alike in every model's picture
+        colour, again = COLOURS[number % len(COLOURS)], number >= len(COLOURS)
+        mark, line = ("s", ":") if again else ("o", "-")
         points.errorbar(
-            row["kl"], place, xerr=row["kl_error"] or 0.0, fmt="o", capsize=3, color=colour
+            row["kl"], place, xerr=row["kl_error"] or 0.0, fmt=mark, capsize=3, color=colour
         )
         curves.plot(
-            steps, row["state_error_steps"], "o-", markersize=3, color=colour, label=row["format"]
-        )
+            steps, row["state_error_steps"], f"{mark}{line}",
+            markersize=3, color=colour, label=row["format"],
+        )  # fmt: skip
     points.set_yticks(
         places, [f"{row['format']} ({_bits(row):.4g} bits)" for row in formats], fontsize=8
     )
     points.set_xscale("log")
     points.set_xlabel("KL to FP32 in nats per token, with standard error")
     curves.set_xscale("log", base=2)
+    curves.set_xticks(steps[::-3], [f"{step:,}" for step in steps[::-3]], fontsize=8)
+    curves.set_xticks([], minor=True)
     curves.set_yscale("log")
     curves.set_xlabel("updates since the prompt")
     curves.set_ylabel("relative error of the state")

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,9 @@ from hybridstate.plan.select import Selection
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+EVERY_BLOCK: Final = 16
+"""Models of at most as many blocks have each one numbered."""
 
 
 def retained_figure(analysis: Analysis, folder: Path) -> None:
@@ -68,7 +71,10 @@ def _panels(
         share = 100 * selection.fraction
         axes.set_title(f"$W_{{max}}$ {selection.w_max}: {share:.1f} %", fontsize=9)
         axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.yaxis.get_major_locator().set_params(integer=True)
+        if analysis.spec.num_layers <= EVERY_BLOCK:
+            axes.set_yticks(range(analysis.spec.num_layers))
+        else:
+            axes.yaxis.get_major_locator().set_params(integer=True)
     for axes in grids[-1]:
         axes.set_xlabel("value head")
     for axes in grids[:, 0]:
