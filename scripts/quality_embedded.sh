@@ -54,6 +54,7 @@ for place in "${!gpus[@]}"; do
 done
 wait
 for log in "$results"/quality-*.log; do
+  [ -f "$log" ] || continue
   echo "== $log"
   tail -n 8 "$log"
 done

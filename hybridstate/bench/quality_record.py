@@ -83,8 +83,8 @@ def run_header(loaded: LoadedModel, arms: Sequence[ReuseArm], options: Options) 
             "mask_seeds": list(RANDOM_MASK_SEEDS[: options.seeds]),
             "dense_spill": False,
             "warm_requests": "one per prefix, not scored",
-            "equal_rounds": "every replay is loaded through the cache; where all of a question's loads return the same "
-            "bits and nothing is drawn, their one reply is generated once",
+            "equal_rounds": "every replay is loaded through the cache; where all rounds of an arm return the same "
+            "bits and nothing is drawn, a question's reply is generated once",
             "resident_rules": {
                 "token_hit_above": TOKEN_HIT,
                 "loaded_at_least": LOADED,

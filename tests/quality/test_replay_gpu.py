@@ -11,7 +11,14 @@ from hybridstate.bench.quality_arms import reuse_arms, storage_arms
 from hybridstate.bench.quality_window import whole_window
 from hybridstate.quality.generation import Replies, Sampling, generate
 from hybridstate.quality.questions import own_block
-from hybridstate.quality.replay import EXACT, Replayed, serve, stored_prefixes, without_cache
+from hybridstate.quality.replay import (
+    EXACT,
+    ArmCache,
+    Replayed,
+    serve,
+    stored_prefixes,
+    without_cache,
+)
 from hybridstate.trajectories.cache import prefill
 from hybridstate.trajectories.model import LoadedModel, load_model
 
@@ -66,3 +73,31 @@ def test_whole_windows_are_recomputation(dtype: torch.dtype) -> None:
     found = whole_window(loaded, arms, questions=8)
     assert found is not None
     assert found["same_reply_as_dense"] == 1.0
+
+
+@pytest.mark.parametrize("name", ["tiny-gdn", "tiny-kda"])
+def test_copies_together_are_copies_one_by_one(name: str) -> None:
+    """All kinds of arms, with room for all states and for half of them; then one round stands for all."""
+    loaded = load_model(name, device="cuda", dtype=torch.float32)
+    block = own_block(loaded, "registers", tokens=640, questions=6).at_the_end()
+    prefix = stored_prefixes(loaded, block, [EXACT], chunk=256, rows=8)[0]
+    replayed = Replayed(loaded, prefix, 8)
+    for arm in reuse_arms(loaded, selections_at(loaded, (64,)), 1):
+        if arm.policy == "recompute":
+            continue
+        for slots in (6, 3):
+            found = []
+            for timed in (False, True):
+                cache = ArmCache(loaded, arm, block, prefix, replayed, slots=slots, timed=timed)
+                cache.warm()
+                rounds = [cache.round(order) for order in ((3, 1, 5, 0, 2, 4), range(6))]
+                found.append([x for states, conv, _ in rounds for x in (*states, *conv)])
+            assert all(a.equal(b) for a, b in zip(*found, strict=True)), (arm.name, slots)
+        every = serve(loaded, arm, block, prefix, replayed, slots=6, rounds=3, seed=1)
+        once = every.once(6)
+        assert (every.rows, once.rows) == (18, 6)
+        both = [
+            generate(loaded, block, [arm], [one], chunk=256, sampling=Sampling())
+            for one in (every, once)
+        ]
+        assert (both[0].tokens == np.tile(both[1].tokens, (1, 3, 1))).mean() >= SAME
