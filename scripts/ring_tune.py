@@ -42,6 +42,7 @@ from hybridstate.kernels import ring_update
 from hybridstate.kernels.layout import PackedLayout
 from hybridstate.kernels.reference import recurrent_step
 from hybridstate.kernels.ring_reference import Ring, ring_state
+from hybridstate.kernels.update import Name
 
 # Checks
 
@@ -59,7 +60,7 @@ def worker(kind: str, every: int, variant: str, out: Path) -> None:
         torch.cuda.synchronize()
         return
     layout = LAYOUT if every else PackedLayout(128, 128, 16, order="natural")
-    name: ring_update.Name = "gluon" if every else "triton"
+    name: Name = "gluon" if every else "triton"
     every = every or 8
     found: dict[str, Any] = {"kind": kind, "every": every, "backend": name, "variant": variant}
     try:
@@ -172,7 +173,7 @@ def run_checks(out: Path, report: Report) -> Right:
 
 def drift(report: Report, right: Right, device: str, steps: int, heads: int, batch: int) -> None:
     """State and output error against float64 over many steps, requantised at every step and at every L-th."""
-    name: ring_update.Name = "gluon" if device == "cuda" else "reference"
+    name: Name = "gluon" if device == "cuda" else "reference"
     for kind in KEY_HEADS:
         if report.left() < 6:
             return

@@ -1,16 +1,15 @@
 """One self-contained Python module of the decode step, specialised to a plan, for engines to vendor.
 
 Nothing in it is written twice: the definitions that the step needs are cut out of this package's own sources
-(from `ROOTS` through everything they name), and only the entry points at the end are a template
-(`emit_entry.py.txt`). So the module cannot drift from the kernels that tests and benches run.
+(`emit_cut`), and only the entry points at the end are a template (`emit_entry.py.txt`, and `emit_step.py.txt` or
+`emit_ring.py.txt`). So the module cannot drift from the kernels that tests and benches run. A plan that writes its
+packed state at every L-th update gets the kernels that keep a ring of the inputs between.
 """
 
 import ast
 import base64
-import io
-import tokenize
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Final
@@ -18,26 +17,13 @@ from typing import Final
 import numpy as np
 
 from hybridstate.errors import NumericError
+from hybridstate.kernels.emit_cut import Name, cut
 from hybridstate.kernels.layout import PackedLayout
+from hybridstate.kernels.ring_reference import LONGEST, Ring
+from hybridstate.kernels.ring_update import ring_layout
 
 MODULE_FILE: Final = "packed_update.py"
 """Name of the emitted file."""
-
-_PACKAGE: Final = "hybridstate."
-_ROOT_MODULES: Final = ("kernels.triton_update", "kernels.gluon_update", "kernels.update")
-"""Modules that the step starts from; those that they import come before them."""
-
-_OUTSIDE: Final = frozenset({"errors"})
-"""Modules whose definitions the preamble replaces."""
-
-_PREFIXES: Final = {"kernels.triton_update": "triton_", "kernels.gluon_update": "gluon_"}
-"""What goes before a name that two of the modules define."""
-
-_REPLACED: Final = frozenset({"runner", "NumericError", "MissingRequirement", "DenseLayout"})
-"""Names that the template or the preamble defines in their place."""
-
-_SUBSTITUTES: Final = {"Layout": "Layout = PackedLayout\n"}
-"""Definitions that say something narrower in the module."""
 
 _STANDARD: Final = {
     "Callable": "collections.abc",
@@ -58,9 +44,6 @@ _GLUON_IMPORTS: Final = """\
 """
 _ABSENT_GLUON: Final = "    gluon = gl = async_copy = mma_v2 = triton\n"
 
-Name = tuple[str, str]
-"""A definition: module and name in it."""
-
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
@@ -73,6 +56,7 @@ class StepSpec:
         key_index: by block, stored row -> key channel `[H][K]`; empty where the weights carry the order.
         value_index: by block, stored column -> value dim `[H][V]`; likewise.
         value_scale: by block, c of every stored column `[H][V]`; empty for ones.
+        every: L, updates between two writes of a packed state; above 1 with a ring of the inputs between.
         model, digest: name of the model and content digest of the plan, for the docstring.
     """
 
@@ -83,6 +67,7 @@ class StepSpec:
     key_index: Mapping[int, Sequence[Sequence[int]]] = field(default_factory=dict)
     value_index: Mapping[int, Sequence[Sequence[int]]] = field(default_factory=dict)
     value_scale: Mapping[int, Sequence[Sequence[float]]] = field(default_factory=dict)
+    every: int = 1
     model: str = "a model"
     digest: str = ""
 
@@ -91,6 +76,22 @@ class StepSpec:
         """Whether anything depends on the block, so that entry points take its number."""
         return bool(self.key_index or self.value_index or self.value_scale)
 
+    @property
+    def stored(self) -> PackedLayout:
+        """The layout whose kernels the module brings: ring kernels have one order per size."""
+        return ring_layout(self.layout) if self.every > 1 else self.layout
+
+    @property
+    def ring_key_heads(self) -> int:
+        """Key heads that a ring tells apart: value heads where those of one key head have orders of their own."""
+        bundle = self.heads // self.key_heads
+        own = any(
+            list(order) != list(heads[h - h % bundle])
+            for heads in self.key_index.values()
+            for h, order in enumerate(heads)
+        )
+        return self.heads if own else self.key_heads
+
     def __post_init__(self) -> None:
         if self.heads % self.key_heads or self.layout.key_dim > 256:
             raise NumericError(
@@ -98,16 +99,14 @@ class StepSpec:
                 f"{self.layout.key_dim} channels",
                 expected="whole bundles and at most 256 channels",
             )
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A top-level definition of a source module: its lines, and the names it defines and uses."""
-
-    module: str
-    names: tuple[str, ...]
-    text: str
-    uses: frozenset[str]
+        if not 1 <= self.every <= LONGEST:
+            raise NumericError(
+                f"the plan writes its packed state once in {self.every} updates, the emitted step once in "
+                f"{LONGEST} at most",
+                hint=f"export the plan with --requantise-every {LONGEST} or less, or leave --kernels out",
+                found=self.every,
+                expected=LONGEST,
+            )
 
 
 def emit(spec: StepSpec) -> str:
@@ -116,185 +115,43 @@ def emit(spec: StepSpec) -> str:
     Raises:
         NumericError: the plan's dimensions do not fit an index of bytes.
     """
-    sources = _sources()
-    pieces = {module: list(_pieces(module)) for module in sources}
-    origins = {module: _imported(module) for module in sources}
-    roots: list[Name] = [
+    gluon = spec.stored.order == "fragment"
+    body = cut(_ring_roots(gluon) if spec.every > 1 else _step_roots(gluon))
+    entry = _entry(spec, gluon=gluon)
+    head = _preamble(spec, f"{body}\n{entry}", gluon=gluon).rstrip("\n")
+    return f"{head}\n\n\n{body}\n\n\n{entry}"
+
+
+def _step_roots(gluon: bool) -> list[Name]:
+    """What the entry points use where a state is written at every update."""
+    return [
+        ("kernels.triton_update", "packed_step"),
+        *([("kernels.gluon_update", "packed_step")] if gluon else []),
         ("kernels.update", "packed_step"),
         ("kernels.update", "check_step"),
         ("kernels.update", "backend_reason"),
         ("kernels.update", "_reference_step"),
-        ("kernels.triton_update", "packed_step"),
     ]
-    fragment = spec.layout.order == "fragment"
-    if fragment:
-        roots.append(("kernels.gluon_update", "packed_step"))
-    wanted = _closure(roots, pieces, origins)
-    renamed = _renames(wanted)
-    parts: list[str] = []
-    for module in sources:
-        kept = [p for p in pieces[module] if any((module, n) in wanted for n in p.names)]
-        if not kept:
-            continue
-        parts.append(f"# --- from hybridstate/{module.replace('.', '/')}.py\n")
-        scope = {
-            name: renamed[target]
-            for name, target in _scope(module, pieces, origins).items()
-            if target in renamed
-        }
-        parts += [_SUBSTITUTES.get(p.names[0]) or _rename(p.text, scope) for p in kept]
-    body = _spaced(part.strip("\n") for part in parts)
-    entry = _entry(spec, gluon=fragment)
-    head = _preamble(spec, f"{body}\n{entry}", gluon=fragment).rstrip("\n")
-    return f"{head}\n\n\n{body}\n\n\n{entry}"
 
 
-def _spaced(parts: Iterable[str]) -> str:
-    """Two blank lines around functions and classes, one elsewhere."""
-    text, long_before = "", False
-    for part in parts:
-        long = part.startswith(("def ", "class ", "@", "if "))
-        text += ("\n\n\n" if long or long_before else "\n\n") * bool(text) + part
-        long_before = long
-    return text
-
-
-def _sources() -> tuple[str, ...]:
-    """Modules that definitions are taken from, each behind those that it imports."""
-    found: list[str] = []
-
-    def visit(module: str) -> None:
-        if module in found or module in _OUTSIDE:
-            return
-        for other in sorted({origin for origin, _ in _imported(module).values()}):
-            visit(other)
-        found.append(module)
-
-    for module in _ROOT_MODULES:
-        visit(module)
-    return tuple(found)
-
-
-def _read(module: str) -> str:
-    parts = module.split(".")
-    parts[-1] += ".py"
-    return files("hybridstate").joinpath(*parts).read_text(encoding="utf-8")
-
-
-def _pieces(module: str) -> Iterator[_Piece]:
-    """Top-level definitions in order, each with its decorators, leading comment and trailing text."""
-    source = _read(module)
-    lines = source.splitlines(keepends=True)
-    body = [n for n in ast.parse(source).body if not isinstance(n, ast.Import | ast.ImportFrom)]
-    for position, node in enumerate(body):
-        names = tuple(_defined(node))
-        if not names:
-            continue
-        decorators = getattr(node, "decorator_list", [])
-        start = min([node.lineno, *(d.lineno for d in decorators)]) - 1
-        while start and lines[start - 1].startswith("#"):
-            start -= 1
-        end = node.end_lineno or node.lineno
-        if position + 1 < len(body):
-            after = body[position + 1]
-            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                end = after.end_lineno or end  # the text below a constant
-        uses = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-        yield _Piece(module, names, "".join(lines[start:end]), frozenset(uses))
-
-
-def _defined(node: ast.stmt) -> Iterator[str]:
-    if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        yield node.name
-    elif isinstance(node, ast.Assign):
-        yield from (t.id for t in node.targets if isinstance(t, ast.Name))
-    elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-        yield node.target.id
-    elif isinstance(node, ast.If):
-        for inner in node.body:
-            yield from _defined(inner)
-
-
-def _imported(module: str) -> dict[str, Name]:
-    """Names that a module takes from another of the sources."""
-    return {
-        alias.name: (node.module.removeprefix(_PACKAGE), alias.name)
-        for node in ast.parse(_read(module)).body
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(_PACKAGE)
-        for alias in node.names
+def _ring_roots(gluon: bool) -> list[Name]:
+    """What they use where it is written at every L-th."""
+    used = {
+        "kernels.ring_triton": ("ring_step", "ring_flush"),
+        "kernels.gluon_ring": ("ring_step", "ring_flush") if gluon else (),
+        "kernels.reference": ("recurrent_step",),
+        "kernels.ring_update": ("ring_step", "ring_flush", "check", "backend"),
     }
-
-
-def _scope(
-    module: str, pieces: Mapping[str, Sequence[_Piece]], origins: Mapping[str, Mapping[str, Name]]
-) -> dict[str, Name]:
-    own = {name: (module, name) for piece in pieces[module] for name in piece.names}
-    return {**origins[module], **own}
-
-
-def _closure(
-    roots: Sequence[Name],
-    pieces: Mapping[str, Sequence[_Piece]],
-    origins: Mapping[str, Mapping[str, Name]],
-) -> set[Name]:
-    """Everything the roots need, through the modules they import from."""
-    todo, wanted = list(roots), set(roots)
-    while todo:
-        module, name = todo.pop()
-        if module not in pieces:
-            continue
-        scope = _scope(module, pieces, origins)
-        for piece in pieces[module]:
-            if name not in piece.names:
-                continue
-            for used in piece.uses:
-                target = scope.get(used)
-                if used not in _REPLACED and target is not None and target not in wanted:
-                    wanted.add(target)
-                    todo.append(target)
-    return wanted
-
-
-def _renames(wanted: set[Name]) -> dict[Name, str]:
-    """New names where two modules use one."""
-    names = [name for _, name in wanted]
-    return {
-        (module, name): ("_" if name.startswith("_") else "")
-        + _PREFIXES[module]
-        + name.lstrip("_").lower()
-        if not name.isupper()
-        else _PREFIXES[module].upper() + name
-        for module, name in wanted
-        if names.count(name) > 1 and module in _PREFIXES
-    }
-
-
-def _rename(text: str, names: Mapping[str, str]) -> str:
-    """Replace identifiers (never attributes) and their mention in backticks."""
-    if not names:
-        return text
-    lines = text.splitlines(keepends=True)
-    found = []
-    previous = ""
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.NAME and token.string in names and previous != ".":
-            found.append((token.start, token.string))
-        previous = token.string
-    for (row, column), old in reversed(found):
-        line = lines[row - 1]
-        lines[row - 1] = line[:column] + names[old] + line[column + len(old) :]
-    result = "".join(lines)
-    for old, new in names.items():
-        result = result.replace(f"`{old}`", f"`{new}`")
-    return result
+    return [(module, name) for module, names in used.items() for name in names]
 
 
 def _preamble(spec: StepSpec, body: str, *, gluon: bool) -> str:
     """Docstring, imports and the two errors."""
-    layout = spec.layout
+    layout = spec.stored
     gate = "one decay per key channel (KDA)" if spec.per_channel else "one decay per head (GDN)"
+    reader = "torch gathers" if spec.every > 1 else "the kernel reads"
     order = (
-        "The weights do not carry the key order: the kernel reads q, k and decays through the block's index."
+        f"The weights do not carry the key order: {reader} q, k and decays through the block's index."
         if spec.key_index
         else "The weights carry the key order of the plan, so q, k and decays come as the model makes them."
     )
@@ -310,6 +167,9 @@ def _preamble(spec: StepSpec, body: str, *, gluon: bool) -> str:
     plain = ["argparse", "os", "sys", *(["base64", "zlib"] if spec.by_block else [])]
     imports = "\n".join([*(f"import {name}" for name in sorted(plain)), *standard])
     error = _template("emit_errors.py.txt")
+    points = "`allocate`, `store`, `load`, `decode_step`"
+    if spec.every > 1:
+        points = "`allocate`, `allocate_ring`, `describe_ring`, `store`, `load`, `decode_step`, `flush`,\n`clear`"
     return f'''"""Fused decode step on packed recurrent states, specialised to the plan of {spec.model}.
 
 State of one head: {layout.key_dim} x {layout.value_dim}, {layout.k_hi} FP16 key rows, the rest INT8 with one FP32
@@ -317,8 +177,8 @@ scale per {layout.group} value columns; {layout.head_bytes:,} bytes, {layout.bit
 {spec.heads} value heads on {spec.key_heads} key heads, {gate}.
 Layout {layout.layout_id}.
 {order}
-
-Entry points: `allocate`, `store`, `load`, `decode_step`. `python {MODULE_FILE} --check` compares the
+{_ring_text(spec)}
+Entry points: {points}. `python {MODULE_FILE} --check` compares the
 kernel with the reference below. Needs torch and triton, nothing else. Written by
 `hybridstate export-plan --kernels` from the package's own sources: do not edit, export again.
 Plan {spec.digest[:16] or "unnamed"}.
@@ -333,8 +193,24 @@ from torch import Tensor
 {_ABSENT_GLUON if gluon else ""}{error}'''
 
 
+def _ring_text(spec: StepSpec) -> str:
+    """What the docstring says about a ring; empty without one."""
+    if spec.every == 1:
+        return ""
+    layout, heads = spec.stored, spec.heads
+    ring = Ring.empty(
+        1, spec.ring_key_heads, heads, layout, spec.every, per_channel=spec.per_channel,
+        device="meta",
+    )  # fmt: skip
+    bits = layout.bits_per_value + ring.bits_per_value
+    return f"""
+A packed state is written once in {spec.every} updates; a ring beside it holds the inputs between. Packed state and
+ring belong together: a slot takes {heads * layout.head_bytes:,} + {ring.slot_bytes:,} bytes, {bits:.3f} bits per value.
+"""
+
+
 def _entry(spec: StepSpec, *, gluon: bool) -> str:
-    layout = spec.layout
+    layout, ring = spec.stored, spec.every > 1
     values = {
         "KEY_DIM": layout.key_dim,
         "VALUE_DIM": layout.value_dim,
@@ -346,9 +222,19 @@ def _entry(spec: StepSpec, *, gluon: bool) -> str:
         "HEADS": spec.heads,
         "PER_CHANNEL": spec.per_channel,
         "PLAN": f'"{spec.digest}"',
+        "STEP": "ring_step" if ring else "packed_step",
+        "EVERY": spec.every,
+        "RING_KEY_HEADS": spec.ring_key_heads,
     }
     text = _template("emit_entry.py.txt")
-    text = _choose(text, "gluon", gluon)
+    own = _template("emit_ring.py.txt" if ring else "emit_step.py.txt")
+    text = text.replace("@OWN@\n", own)
+    index = bool(spec.key_index)
+    for tag, chosen in (
+        ("gluon", gluon), ("ring", ring), ("ring index", ring and index),
+        ("step index", index and not ring),
+    ):  # fmt: skip
+        text = _choose(text, tag, chosen)
     tables: dict[str, tuple[str, Mapping[int, Sequence[Sequence[float]]], str]] = {
         "index": ("KEY_INDEX", spec.key_index, "u1"),
         "values": ("VALUE_INDEX", spec.value_index, "<i2"),

@@ -50,9 +50,10 @@ VALUE_ROWS = gl.constexpr(row_layout(16))
 FLOOR = gl.constexpr(LEAST_LOG_DECAY)
 DEPTH = gl.constexpr(16)
 """Entries of one matrix product; the longest ring."""
-ENTRIES = gl.constexpr(gl.BlockedLayout([16, 4], [1, 32], [1, 1], [1, 0]))
+_ENTRIES = gl.BlockedLayout([16, 4], [1, 32], [1, 1], [1, 0])
+ENTRIES = gl.constexpr(_ENTRIES)
 """[entry, channel or value column]: a lane owns 4 columns of every entry."""
-COLUMNS = gl.constexpr(gl.SliceLayout(0, ENTRIES.value))
+COLUMNS = gl.constexpr(gl.SliceLayout(0, _ENTRIES))
 
 
 @gluon.jit

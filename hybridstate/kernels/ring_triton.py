@@ -13,7 +13,8 @@ from hybridstate.kernels.layout import PackedLayout
 from hybridstate.kernels.ring_reference import LEAST_LOG_DECAY, Ring
 from hybridstate.kernels.triton_update import _log_decay, _strength
 
-ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to nearest even in the low bits
+# 1.5 * 2^23: adding it rounds to nearest even in the low bits
+ROUND = tl.constexpr(12582912.0)
 SMALLEST = tl.constexpr(1e-35)  # a group below this is stored as zero: its reciprocal stays finite
 HALF_MAX = tl.constexpr(65504.0)
 FLOOR = tl.constexpr(LEAST_LOG_DECAY)

@@ -146,20 +146,13 @@ def step_spec(plan: Plan) -> StepSpec:
 
     Raises:
         PlanMismatch: the plan has no packed state, or its layers differ in their dimensions.
+        NumericError: it writes a state less often than the ring kernels can.
     """
     document, first = plan.document, plan.layers[0]
     precision = document.precision
     sizes = {(n.key_heads, n.value_heads, n.key_dim, n.value_dim) for n in plan.layers}
     if precision is None or len(sizes) > 1:
         raise PlanMismatch("one module needs one packed layout for all linear layers")
-    if precision.requantise_every > 1:
-        raise PlanMismatch(
-            "the emitted step writes at every update, the plan at every "
-            f"{precision.requantise_every}th",
-            hint="--requantise-every 1, or leave --kernels out",
-            found=precision.requantise_every,
-            expected=1,
-        )
     keys, values, scales = {}, {}, {}
     for layer in plan.layers:
         keys[layer.index] = plan.key_order(layer.index, "exported")
@@ -173,6 +166,7 @@ def step_spec(plan: Plan) -> StepSpec:
         key_index=_table(keys, moving=True),
         value_index=_table(values, moving=True),
         value_scale=_table(scales, moving=False),
+        every=precision.requantise_every,
         model=document.model.name,
         digest=plan.digest,
     )

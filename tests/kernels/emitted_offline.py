@@ -8,7 +8,8 @@ from typing import Any
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from tests.kernels.compile_offline import MATRIX, NATURAL, PLAIN, compile_one
+from tests.kernels import ring_offline
+from tests.kernels.compile_offline import MATRIX, NATURAL, PLAIN, POINTERS, compile_one
 
 
 def load(path: Path) -> Any:
@@ -22,9 +23,29 @@ def load(path: Path) -> Any:
     return module
 
 
+def rings_fit(module: Any) -> bool:
+    """Step and flush of a 128 x 128 module with rings; its plain kernel is compiled too and may spill."""
+    kda, every, layout = module.PER_CHANNEL, module.EVERY, module.LAYOUT
+    POINTERS.update({"ring_keys": "*fp16", "ring_values": "*fp16", "phases": "*i32"})
+    POINTERS["ring_gates"] = "*fp16" if kda else "*fp32"
+    heads = {"H": module.HEADS, "HK": module.RING_KEY_HEADS, "KDA": kda, "EVERY": every}
+    flush = heads | {"HIGH": layout.k_hi // 16}
+    step = flush | {"MODE": 0, "SPAN": every} | ring_offline.GIVEN | ring_offline.MATRIX
+    plain = heads | ring_offline.PLAIN | ring_offline.GIVEN | {"EP": every, "FLUSH": False}
+    plain |= {"KHI": layout.k_hi, "HEAD_BYTES": layout.head_bytes}
+    matrix = [
+        ring_offline.fits(f"{name} L={every}", GluonASTSource, getattr(module, name), constants)
+        for name, constants in {"gluon_ring_kernel": step, "flush_kernel": flush}.items()
+    ]
+    ring_offline.fits(f"triton_ring_kernel L={every}", ASTSource, module.triton_ring_kernel, plain)
+    return all(matrix)
+
+
 def main() -> int:
-    """Both kernels of a 128 x 128 module; exit code 1 if one spills."""
+    """All kernels of a 128 x 128 module; exit code 1 if one spills."""
     module = load(Path(sys.argv[1]))
+    if hasattr(module, "Ring"):
+        return int(not rings_fit(module))
     layout = module.LAYOUT
     heads = PLAIN | {"H": module.HEADS, "HK": module.KEY_HEADS, "KDA": module.PER_CHANNEL}
     plain = heads | NATURAL | {"KHI": layout.k_hi, "HEAD_BYTES": layout.head_bytes}

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from hybridstate.kernels import ring_update
 from hybridstate.kernels.layout import DenseLayout, PackedLayout
-from hybridstate.kernels.update import dense_step, packed_step
+from hybridstate.kernels.update import Name, dense_step, packed_step
 from tests.kernels.cases import DENSE, PUBLISHED, SMALL, Case, check, draw
 from tests.kernels.test_multi_token import LARGE, check_tokens
 from tests.kernels.test_packed_rows import LAYOUTS as ROW_LAYOUTS
@@ -39,7 +39,7 @@ def step(case: Case, name: str) -> None:
     check(case, inputs, out, arguments["pool"], "kernel-bf16")
 
 
-def ring(name: ring_update.Name, layout: PackedLayout, *, per_channel: bool) -> None:
+def ring(name: Name, layout: PackedLayout, *, per_channel: bool) -> None:
     """Steps of every phase and a flush of deferred requantisation."""
     functions = ring_update.functions(name, layout)
     found = ring_update.check(

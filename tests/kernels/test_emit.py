@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hybridstate.errors import NumericError
-from hybridstate.kernels import emit, fusion, update
+from hybridstate.kernels import emit, emit_cut, fusion, update
 from hybridstate.kernels.emit import MODULE_FILE, StepSpec
 from hybridstate.kernels.layout import PackedLayout
 from tests.kernels.cases import Case, draw
@@ -20,11 +20,12 @@ from tests.kernels.emitted_offline import load
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ROOT = Path(__file__).parents[2]
-OWN = {"runner", "key_index", "allocate", "store", "load", "decode_step", "check", "main"}
+OWN = {"runner", "key_index", "allocate", "store", "load", "decode_step", "run_checks", "main"}
 OWN |= {"_check_packing", "NumericError", "MissingRequirement"}
 OWN |= {"value_index", "value_scale", "_table", "_check_tables"}
 """Definitions that only the module has: its entry points and its two errors."""
-SOURCES = [importlib.import_module(f"hybridstate.{name}") for name in reversed(emit._sources())]
+ROOTS = [module for module, _ in emit._step_roots(True) + emit._ring_roots(True)]
+SOURCES = {name: importlib.import_module(f"hybridstate.{name}") for name in emit_cut.sources(ROOTS)}
 
 PLANS = {
     "gdn": StepSpec(PackedLayout(128, 128, 16), 2, 4, per_channel=False, model="some-gdn"),
@@ -77,8 +78,9 @@ def definitions(source: str) -> dict[str, ast.stmt]:
     }
 
 
-def test_it_imports_torch_and_triton_alone(emitted: tuple[StepSpec, Path]) -> None:
-    tree = ast.parse(emitted[1].read_text())
+def assert_stands_alone(path: Path) -> None:
+    """It imports torch and triton alone, is formatted, and free of undefined names."""
+    tree = ast.parse(path.read_text())
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -86,10 +88,6 @@ def test_it_imports_torch_and_triton_alone(emitted: tuple[StepSpec, Path]) -> No
         elif isinstance(node, ast.ImportFrom):
             found.add((node.module or "").split(".")[0])
     assert found - set(sys.stdlib_module_names) == {"torch", "triton"}
-
-
-def test_it_is_formatted_and_free_of_undefined_names(emitted: tuple[StepSpec, Path]) -> None:
-    path = emitted[1]
     ruff = [sys.executable, "-m", "ruff"]
     for command in (
         ["check", "--isolated", "--select", "F,E9,I", str(path)],
@@ -103,34 +101,46 @@ def test_it_is_formatted_and_free_of_undefined_names(emitted: tuple[StepSpec, Pa
 
 def _unprefixed(text: str) -> str:
     """Without the prefixes that tell names of two modules apart."""
-    for prefix in ("triton_", "gluon_"):
+    for prefix in emit_cut.PREFIXES.values():
         text = text.replace(f"'{prefix}", "'").replace(f"`{prefix}", "`")
-        text = text.replace(f"'{prefix.upper()}", "'")
+        text = text.replace(f"'_{prefix}", "'_").replace(f"'{prefix.upper()}", "'")
     return text
 
 
-def test_every_definition_is_the_package_s_own(emitted: tuple[StepSpec, Path]) -> None:
-    """Apart from renamed identifiers, functions and classes are equal to their source, node by node."""
-    found = definitions(emitted[1].read_text())
-    sources = {
-        m.__name__.rpartition(".")[2]: definitions(Path(str(m.__file__)).read_text())
-        for m in SOURCES
-    }
+def assert_own(path: Path, others: set[str]) -> set[str]:
+    """Apart from renamed identifiers, functions and classes are equal to their source, node by node.
+
+    Args:
+        path: the module.
+        others: definitions of its template.
+
+    Returns:
+        All its functions and classes.
+    """
+    found = definitions(path.read_text())
+    sources = {name: definitions(Path(str(m.__file__)).read_text()) for name, m in SOURCES.items()}
     compared = 0
     for name, node in found.items():
-        if name in OWN:
+        if name in others:
             continue
-        owner = next((p for p in ("triton_", "gluon_") if name.lstrip("_").startswith(p)), "")
-        places = [m for m in sources if m.startswith(owner)]
         originals = [
             _unprefixed(ast.dump(sources[place][own]))
-            for place in places
-            for own in {name, name.replace(owner, "", 1)}
+            for place in sources
+            for own in {name, name.replace(emit_cut.PREFIXES.get(place, ""), "", 1)}
             if own in sources[place]
         ]
         assert _unprefixed(ast.dump(node)) in originals, name
         compared += 1
     assert compared > 15
+    return set(found)
+
+
+def test_it_stands_alone(emitted: tuple[StepSpec, Path]) -> None:
+    assert_stands_alone(emitted[1])
+
+
+def test_every_definition_is_the_package_s_own(emitted: tuple[StepSpec, Path]) -> None:
+    found = assert_own(emitted[1], OWN)
     assert "packed_step" in found
     assert ("gluon_packed_kernel" in found) is (emitted[0].layout.order == "fragment")
 
