@@ -205,7 +205,7 @@ def run_block(
             size = kept.slot_bytes if arm.storage.exact else stored_bytes(loaded, arm)
             with stage("scores"):
                 rows.add(arm, *answers[arm.name], {"bytes": size, "hit": hit})
-    return {**rows.to_json(arms), "steps": mode}, refused
+    return {**rows.to_json(arms), "steps": mode, "rows_divided_by": divisor}, refused
 
 
 def _served(

@@ -79,6 +79,10 @@ def test_every_arm_on_every_block(result: dict[str, Any], arms: Any) -> None:
     assert blocks == {("recall", "prompt"), ("recall", "question"), ("niah_single_1", "prompt")}
     for block in result["blocks"]:
         assert list(block["arms"]) == names
+        assert block["rows_divided_by"] == 1
+        stages = {"other", "prefill", "prefill of formats", "cache", "replies", "scores"}
+        assert set(block["stages_s"]) == stages
+        assert block["seconds"] == pytest.approx(sum(block["stages_s"].values()))
         for arm in block["arms"].values():
             samples = [float(x) for row in arm["samples"] for x in row.split()]
             assert [len(row.split()) for row in arm["samples"]] == [2, 2]
@@ -252,6 +256,7 @@ def test_a_full_device_gets_fewer_arms_at_once(
     found = run_quality(loaded, [*arms[:2], *arms[3:5]], one, MATERIAL)
     assert sizes == [4, 2, 2]
     assert len(found.blocks[0]["arms"]) == 4
+    assert found.blocks[0]["rows_divided_by"] == 2
 
 
 def test_whole_window_is_checked(
