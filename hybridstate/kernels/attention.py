@@ -19,7 +19,9 @@ from torch import Tensor
 from hybridstate.errors import NumericError
 
 BLOCK: Final = {False: 64, True: 32}
-"""Cache columns of one step of a program, by whether keys are latents; measured on an H200."""
+"""Cache columns of one step of a program, by whether keys are latents; measured in bfloat16 on an H200."""
+STEP_BYTES: Final = 1 << 15
+"""Most bytes of the keys of a step; those of three steps lie in shared memory, with as many values."""
 PART_TOKENS: Final = 1024
 """Most cache columns of one part."""
 PROGRAMS: Final = 264
@@ -206,7 +208,8 @@ def attention_step(
     dv = width if latent else held.shape[3]
     rest = depth - width if latent else 0
     main = triton.next_power_of_2(max(16, depth - rest))
-    step = block or BLOCK[latent]
+    row_bytes = q.element_size() * triton.next_power_of_2(max(main, dv))
+    step = block or min(BLOCK[latent], max(16, STEP_BYTES // row_bytes))
     part = part or part_columns(batch * groups, length, step)
     parts = triton.cdiv(length, part)
     split = parts > 1
