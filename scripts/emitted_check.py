@@ -2,8 +2,9 @@
 
 Exports plans of both embedded models (with synthetic, random calibrations: which channels are protected says nothing
 here) and of two full-size geometries, at K_hi 0, 16 and 32, with and without key orders per head, value orders and
-value scales. Every module is copied to an empty folder and run with `python -I packed_update.py --check` there, so it
-finds no hybridstate. One line per module; the JSON file is written again after each.
+value scales, and at K_hi 16 with states written at every 8th update. Every module is copied to an empty folder and
+run with `python -I packed_update.py --check` there, so it finds no hybridstate. One line per module; the JSON file is
+written again after each.
 """
 
 import argparse
@@ -57,6 +58,8 @@ def sources() -> Iterator[tuple[str, str]]:
             yield f"{title}, K_hi {k_hi}", emit(plain)
             tables = replace(plain, key_index=index, value_scale=scale)
             yield f"{title}, K_hi {k_hi}, key index, value scale", emit(tables)
+            if k_hi == 16:
+                yield f"{title}, K_hi {k_hi}, every 8th update", emit(replace(plain, every=8))
     for name in ("tiny-gdn", "tiny-kda"):
         model = open_checkpoint(name).path
         for k_hi in K_HI:

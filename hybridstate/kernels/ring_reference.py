@@ -26,7 +26,7 @@ from hybridstate.kernels.layout import PackedLayout
 from hybridstate.kernels.reference import l2norm
 
 LEAST_LOG_DECAY = -100.0
-"""Log decays are floored here: exp(-100) is 4e-44, nothing beside any kept value, and sums of them keep their digits."""
+"""Log decays are floored here: exp(-100) is 4e-44, nothing beside kept values, and sums of them keep their digits."""
 
 LONGEST = 16
 """Updates between two rewrites at the most: one matrix product of the kernels holds 16 entries."""

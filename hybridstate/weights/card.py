@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from hybridstate.kernels.ring_reference import LONGEST
 from hybridstate.plan.schema import PlanDocument
 from hybridstate.plan.store import STATE_PLAN, Plan
 from hybridstate.weights.rewrite import Layout
@@ -153,6 +154,17 @@ def _savings(document: PlanDocument) -> Iterator[str]:
             f"({precision.state_dense_bytes / precision.state_packed_bytes:.2f}x, "
             f"{precision.bits_per_value:.3f} bits per value)."
         )
+        every = precision.requantise_every
+        if every > 1:
+            yield (
+                f"- It is written once in {every} updates: with the ring of inputs kept between, "
+                f"{precision.bits_per_value_with_ring:.3f} bits per value. "
+                + (
+                    "`export-plan --kernels` writes that step as a module for engines."
+                    if every <= LONGEST
+                    else f"No kernel does that: they hold {LONGEST} at most."
+                )
+            )
     if accounting is not None and selection is not None:
         dense, ragged = accounting.temporal_dense_bytes, accounting.temporal_ragged_bytes
         full = (dense + accounting.conv_bytes) / max(1, ragged + accounting.conv_bytes)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,17 @@ def test_the_docstring_counts_bytes_and_bits() -> None:
     assert "A packed state is written once in 8 updates" in text
     assert f"a slot takes {32 * spec.layout.head_bytes:,} + {ring.slot_bytes:,} bytes" in text
     assert f"{spec.layout.bits_per_value + ring.bits_per_value:.3f} bits per value" in text
+
+
+def test_bytes_and_bits_in_the_documentation() -> None:
+    text, layout = (ROOT / "docs/applying.md").read_text(), PackedLayout(128, 128, 16)
+    for name, every in product(("GDN", "KDA"), (4, 8, 16)):
+        key_heads = 16 if name == "GDN" else 32
+        ring = Ring.empty(1, key_heads, 32, layout, every, per_channel=name == "KDA")
+        heads = "32 heads on 16" if name == "GDN" else "32 heads"
+        bits = layout.bits_per_value + ring.bits_per_value
+        row = f"{32 * layout.head_bytes:,} | {ring.slot_bytes:,} | {bits:.3f} |"
+        assert f"| {name}, {heads} | {every} | {row}" in text
 
 
 def test_heads_other_than_128_by_128_lie_in_the_order_that_has_a_ring_kernel() -> None:
