@@ -16,6 +16,8 @@ from hybridstate.cli.output import counted
 PAPER_CUT = -0.42
 """Change of the mean TTFT that DASC reports (abstract, 5.4); another model and trace."""
 
+NOTHING = "No run on a GPU is recorded yet."
+
 Result = Mapping[str, Any]
 
 
@@ -122,7 +124,7 @@ def _room(result: Result, arm: str) -> str:
     most = max(map(hit, means.values()))
     if (arm, chosen) not in means or most - hit(means[arm, chosen]) > 0.0005:
         return ""
-    text = f" It hits {tables.percent(most)} of the tokens, as much as any arm at any ratio: nothing more is to be had"
+    text = f" It hits {tables.percent(most)} of the tokens, as much as any arm at any ratio: hits give no more"
     if most - hit(means["dense", chosen]) < 0.0005:
         text += ", and dense states hit as many"
     larger = [ratio for name, ratio in means if name == arm and ratio > chosen]
@@ -130,7 +132,7 @@ def _room(result: Result, arm: str) -> str:
         return f"{text}."
     before, after = (means[name, min(larger)]["mean_ttft_ms"] for name in ("dense", arm))
     return (
-        f"{text}. With fewer dense slots, at ratio {min(larger):g}, the same arm changes it by "
+        f"{text}. With fewer dense slots, at ratio {min(larger):g}, the same arm changes the mean TTFT by "
         f"{100 * (after / before - 1):+.0f} % ({before / 1e3:.2f} to {after / 1e3:.2f} s)."
     )
 
@@ -253,7 +255,7 @@ def runs(pattern: str) -> str:
             ),
             f"Source: [{path.name}](../benchmarks/{path.name}). Command: `{command}`.",
         ]
-    return "\n\n".join(parts) or "Nothing recorded yet."
+    return "\n\n".join(parts) or NOTHING
 
 
 def stress_block() -> str:
@@ -300,7 +302,7 @@ def exchange_block() -> str:
             tables.markdown(head, rows),
             f"Source: [{path.name}](../benchmarks/{path.name}). Command: `{command}`.",
         ]
-    return "\n\n".join(parts) or "Nothing recorded yet."
+    return "\n\n".join(parts) or NOTHING
 
 
 BLOCKS: dict[str, Callable[[], str]] = {

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 EVERY_BLOCK: Final = 16
-"""Models of at most as many blocks have each one numbered."""
+EVERY_HEAD: Final = 8
+"""Models of at most as many blocks, or heads, have each one numbered."""
 
 
 def retained_figure(analysis: Analysis, folder: Path) -> None:
@@ -56,6 +57,7 @@ def _panels(
     height = min(9.0, max(2.4, 1.0 + 0.16 * analysis.spec.num_layers)) * lines + 0.6
     figure = new_figure(max(5.6, 1.4 + 2.2 * columns), height)
     colours = map_colours()
+    heads = max(layer.value_heads for layer in analysis.spec.layers)
     grids = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
     for axes in grids.flat[len(panels) :]:
         axes.set_visible(False)
@@ -70,7 +72,10 @@ def _panels(
         )
         share = 100 * selection.fraction
         axes.set_title(f"$W_{{max}}$ {selection.w_max}: {share:.1f} %", fontsize=9)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        if heads <= EVERY_HEAD:
+            axes.set_xticks(range(heads))
+        else:
+            axes.xaxis.get_major_locator().set_params(integer=True)
         if analysis.spec.num_layers <= EVERY_BLOCK:
             axes.set_yticks(range(analysis.spec.num_layers))
         else:
