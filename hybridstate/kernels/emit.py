@@ -169,7 +169,8 @@ def _preamble(spec: StepSpec, body: str, *, gluon: bool) -> str:
     error = _template("emit_errors.py.txt")
     points = "`allocate`, `store`, `load`, `decode_step`"
     if spec.every > 1:
-        points = "`allocate`, `allocate_ring`, `describe_ring`, `store`, `load`, `decode_step`, `flush`,\n`clear`"
+        points = "`preferred_layout`, `allocate`, `allocate_ring`, `describe_ring`, `store`, `load`,\n"
+        points += "`decode_step`, `flush`, `clear`"
     return f'''"""Fused decode step on packed recurrent states, specialised to the plan of {spec.model}.
 
 State of one head: {layout.key_dim} x {layout.value_dim}, {layout.k_hi} FP16 key rows, the rest INT8 with one FP32
