@@ -124,7 +124,7 @@ def variants() -> Iterator[Variant]:
     )
     for shape, warps in layouts:
         o = {"columns": 32, "warps": warps}
-        name = f"gdn split 32 x {warps} {shape.layout_id[18:]}"
+        name = f"gdn split 32 x {warps} {shape.layout_id}"
         yield Variant(name, shape, "gdn", True, batches=(8, 1), options=o)
     olmo = packed(96, 192)
     for columns in (64, 32):
