@@ -385,24 +385,27 @@ def greedy(results: Results) -> str:
         return ""
 
     def grown(format_name: str) -> str:
-        """KL over that at temperature 1, per model."""
+        """KL over that at temperature 1, per model; "" where a model lacks the format."""
         found = []
         for name, second in seconds.items():
-            before, after = by_format(results[name]), by_format(second)
-            if format_name in after and before.get(format_name, {}).get("kl"):
-                value = after[format_name]["kl"] / before[format_name]["kl"]
-                found.append(f"{value:.2g}" if value < 10 else f"{value:.0f}")
-        return " / ".join(found) + " times"
+            before, after = (by_format(part).get(format_name) for part in (results[name], second))
+            if not before or not after or not before["kl"]:
+                return ""
+            value = after["kl"] / before["kl"]
+            found.append(f"{value:.2g}" if value < 10 else f"{value:.0f}")
+        return f"`{format_name}` {' / '.join(found)} times"
 
     parts = [
         f"`{name}`: {100 * second['repeated_32gram_share']:.0f} % of the 32-grams repeat, and KL of `damp` is "
         f"{times(second, 'damp', 'bf16')} that of BF16 and {times(second, 'damp', 'int8-step')} that of plain INT8"
         for name, second in seconds.items()
     ]
+    rising = ", ".join(filter(None, map(grown, ("damp", "int8-step", "fp16"))))
+    text = f"Greedy texts of these models run in circles. {'; '.join(parts)}. KL over that at temperature 1: {rising}"
+    text += ", as if a small error were enough to tip a text out of its loop"
+    carried = grown("int8-feedback-fp16")
+    text += f"; {carried} (it carries its rounding error on)" if carried else ""
     return (
-        f"Greedy texts of these models run in circles. {'; '.join(parts)}. Over temperature 1, KL of `damp` grows by "
-        f"{grown('damp')}, of `int8-step` by {grown('int8-step')}, of `fp16` by {grown('fp16')}, as if a small error "
-        "were enough to tip a text out of its loop; that of `int8-feedback-fp16`, which carries its rounding error "
-        f"on, grows by {grown('int8-feedback-fp16')}. That is a reading, not a test. Factors on other pages are those "
-        "of temperature 1; `calibrate --temperature` takes texts like those that will be served."
+        f"{text}. That is a reading, not a test. Factors on other pages are those of temperature 1; "
+        "`calibrate --temperature` takes texts like those that will be served."
     )

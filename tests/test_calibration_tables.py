@@ -54,6 +54,18 @@ def result(tiny_gdn: Path) -> dict[str, Any]:
     return found.to_json() | {"task_accuracy": answered}
 
 
+def test_greedy_texts_are_set_beside_sampled_ones(result: dict[str, Any]) -> None:
+    rows = {
+        name: {r["format"]: r for r in part["validation"]}
+        for name, part in (("1", result), ("0", result["greedy"]))
+    }
+    ratio = rows["0"]["damp"]["kl"] / rows["1"]["damp"]["kl"]
+    text = findings.greedy({"tiny": result})
+    assert f"`damp` {ratio:.2g} times" in text or f"`damp` {ratio:.0f} times" in text
+    assert "carries" not in text, "int8-feedback-fp16 was not run"
+    assert findings.greedy({"tiny": result | {"greedy": None}}) == ""
+
+
 def test_every_table_names_its_rows_and_its_sample(result: dict[str, Any]) -> None:
     found = {title: table(result) for title, table in tables.TABLES}
     assert all(found.values()), [title for title, text in found.items() if not text]

@@ -37,6 +37,24 @@ def test_the_fastest_packed_form_of_every_batch_is_bold() -> None:
     assert "| gdn fp32 tiles | 1 | 1 |" in text
 
 
+@pytest.mark.parametrize(
+    ("layout_id", "words"),
+    [
+        ("mma16816-columns128-k96-v192-f16x16-i8g32-f32scale", "fragment order, 96 x 192, 16 FP16 channels"),
+        ("natural-k128-v128-f16x0-i8g32-f32scale", "natural order, 128 x 128, 0 FP16 channels"),
+        ("rows-k128-v128-float32", "rows, 128 x 128, FP32"),
+    ],
+)  # fmt: skip
+def test_layouts_are_named_in_words(layout_id: str, words: str) -> None:
+    assert kernel_tables.layout_words(layout_id) == words
+    rows = [
+        {"variant": f"gdn split 32 x 8 {part}", "layout": layout_id}
+        for part in (layout_id, layout_id[18:])
+    ]
+    rows += [{"variant": row["variant"], "batch": 1, "median_us": 4.0} for row in rows]
+    assert kernel_tables.forms({"rows": rows}).count(f"| gdn split 32 x 8, {words} |") == 2
+
+
 def test_rivals_name_both_packed_formats_and_overlapped_launches_their_ratio() -> None:
     layer = UpdateDims("small", "gdn", 1, 2, 16, 32, k_hi=8)
     found = run_update(dims=(layer,), batches=(1,), requantise_every=(8,), samples=1)
