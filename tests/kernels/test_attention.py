@@ -17,6 +17,7 @@ CASES = [  # batch, heads, groups, length, DK, DV; DV 0: the latent of 32 column
     (2, 4, 2, 50, 16, 24),
     (1, 8, 1, 33, 48, 0),
     (3, 3, 3, 7, 20, 16),
+    (1, 4, 2, 70, 256, 256),  # in float32 narrower steps
 ]
 
 
@@ -123,16 +124,25 @@ def test_shapes_are_checked() -> None:
         attention_step(q, keys.transpose(2, 3).contiguous().transpose(2, 3), values, mask, 1.0)
 
 
+WIDE = [(32, 16, 2, 384, 256, 256), (2, 16, 2, 5000, 256, 256)]
+LATENT = (8, 32, 1, 400, 576, 0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "case",
-    [*CASES, (32, 16, 2, 384, 256, 256), (8, 32, 1, 400, 576, 0), (2, 16, 2, 5000, 256, 256)],
+    ("case", "dtype", "tolerance"),
+    [
+        *((case, torch.bfloat16, "kernel-bf16") for case in (*CASES, *WIDE, LATENT)),
+        *((case, torch.float32, "kernel-f32") for case in (*CASES, *WIDE)),
+    ],
 )
-def test_step_equals_the_twin_on_a_gpu(case: tuple[int, ...]) -> None:
-    q, keys, values, mask, width = inputs(case, "cuda", torch.bfloat16)
+def test_step_equals_the_twin_on_a_gpu(
+    case: tuple[int, ...], dtype: torch.dtype, tolerance: str
+) -> None:
+    q, keys, values, mask, width = inputs(case, "cuda", dtype)
     width = (512 if case[4] == 576 else width) if values is None else 0
     found = attention_step(q, keys, values, mask, 0.06, width)
-    assert_within(found, twin(q, keys, values, mask, 0.06, width), "kernel-bf16")
-    q, keys, values, lines, lengths = in_lines(case, "cuda", torch.bfloat16)
+    assert_within(found, twin(q, keys, values, mask, 0.06, width), tolerance)
+    q, keys, values, lines, lengths = in_lines(case, "cuda", dtype)
     found = attention_step(q, keys, values, None, 0.06, width, lines=lines, lengths=lengths)
-    assert_within(found, by_lines(q, keys, values, lines, lengths, 0.06, width), "kernel-bf16")
+    assert_within(found, by_lines(q, keys, values, lines, lengths, 0.06, width), tolerance)

@@ -21,6 +21,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_as_its_callers_launch_it() -> None:
     """By two workers; the run plants faults of its own and says so where it does not find them."""
     done = run("--workers", "2")
