@@ -169,7 +169,9 @@ def _preamble(spec: StepSpec, body: str, *, gluon: bool) -> str:
     error = _template("emit_errors.py.txt")
     points = "`allocate`, `store`, `load`, `decode_step`"
     if spec.every > 1:
-        points = "`preferred_layout`, `allocate`, `allocate_ring`, `describe_ring`, `store`, `load`,\n"
+        points = (
+            "`preferred_layout`, `allocate`, `allocate_ring`, `describe_ring`, `store`, `load`,\n"
+        )
         points += "`decode_step`, `flush`, `clear`"
     return f'''"""Fused decode step on packed recurrent states, specialised to the plan of {spec.model}.
 
