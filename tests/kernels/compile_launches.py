@@ -237,7 +237,7 @@ def mixtures(m: Sizes, dtype: torch.dtype) -> None:
     """Router and experts of a step."""
     gate_up = torch.empty(m.experts, 2 * m.expert_inner, m.width, dtype=dtype)
     down = torch.empty(m.experts, m.width, m.expert_inner, dtype=dtype)
-    for rows in BATCHES:
+    for rows in (*BATCHES, 1024):  # short prompts too
         x = torch.empty(rows, m.width, dtype=dtype)
         bias = torch.empty(m.experts) if m.per_channel else None
         logits = torch.empty(rows, m.experts, dtype=dtype if bias is None else torch.float32)
