@@ -39,6 +39,16 @@ def reading(path: Path, failed: str, *, hint: str | None = None) -> Iterator[Non
         raise SourceError(f"{failed}: {reason}", hint=hint, file=str(path)) from error
 
 
+def check_seconds(option: str, seconds: float) -> None:
+    """Refuse a time that is negative or no number.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise UsageError(f"{option} must be 0 or a positive number, found {seconds}")
+
+
 def one_line(text: str) -> str:
     """Text whose control characters, possibly from a file name or a config, are shown escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -72,7 +72,9 @@ def bench_quality(
     from hybridstate.bench.quality import run_quality
     from hybridstate.bench.quality_arms import reuse_arms, storage_arms
     from hybridstate.bench.quality_options import OWN_TASKS, Options
+    from hybridstate.bench.serving_setup import check_context
     from hybridstate.checkpoint import open_checkpoint
+    from hybridstate.errors import check_seconds
     from hybridstate.horizons.gate_input import resolve_gate_input
     from hybridstate.plan.store import STATE_PLAN, read_plan
     from hybridstate.quality import ruler
@@ -99,12 +101,15 @@ def bench_quality(
         within=within,
     )
     options.check()
+    if within is not None:
+        check_seconds("--within", within)
     weights = torch_dtype(dtype)
     for name in formats or ():
         parse(name)
     material = ruler.Material.of(heldout_text(), None if qa is None else Path(qa))
     given = None if plan is None else read_plan(plan)
     checkpoint = open_checkpoint(str(model), weights=True)
+    check_context(checkpoint.config, max(options.tokens), "--tokens")
     if given is None and STATE_PLAN in checkpoint.config:
         given = read_plan(checkpoint.path)
     loaded = load_model(str(model), device=device, dtype=weights)

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridstate.errors import MissingRequirement, UsageError
+from hybridstate.errors import MissingRequirement, UsageError, check_seconds
 
 if TYPE_CHECKING:
     from hybridstate.bench.serving_arms import Arm
@@ -107,6 +107,8 @@ def bench_serve(
         balances=balances,
         control=control,
     )
+    if deadline is not None:
+        check_seconds("--deadline", deadline)
     target = torch_device(device)
     _check_ranks(options, workers, target.type)
     _check_workers(workers, target.type)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from hybridstate.bench.decode_check import check_state, checked_run
+from hybridstate.bench.serving_setup import check_context
 from hybridstate.bench.timing import Samples, device_record, synchroniser
 from hybridstate.errors import UsageError
 from hybridstate.kernels.ring_reference import LONGEST
@@ -145,6 +146,8 @@ def run_decode(
     formats = options.formats(planned_interval(plan))
     checked = max(_checked(every, CHECK_TOKENS) for _, every in formats)
     count = max((*options.batches, CHECK_SEQUENCES))
+    whole = options.input_tokens + checked + options.warmup + options.output_tokens
+    check_context(loaded.checkpoint.config, whole, "--input-tokens and --output-tokens")
     tokens = windows(loaded, prose, options.input_tokens + checked, count)
     checks = []
     modules = StepModules(loaded) if uses_fixed(loaded) else None

@@ -24,6 +24,7 @@ from hybridstate.bench.decode import (
     windows,
 )
 from hybridstate.bench.layer_check import GRAPH_ERROR, Trace, check_blocks, check_graph, plain_trace
+from hybridstate.bench.serving_setup import check_context
 from hybridstate.bench.timing import device_record, measure_launches
 from hybridstate.errors import NumericError, UsageError
 from hybridstate.quality.arms import cached_prefix
@@ -72,6 +73,8 @@ def run_dummy_decode(
     rows = max(CHECK_ROWS, batches[0])
     checked = {every: max(CHECK_TOKENS, every + 1) for _, every in formats}
     length = options.input_tokens + max(checked.values())
+    whole_length = length + options.warmup + options.output_tokens
+    check_context(loaded.checkpoint.config, whole_length, "--input-tokens and --output-tokens")
     tokens = windows(loaded, prose, length, rows)
     step("prefill", 0, 1)
     whole = cached_prefix(loaded, tokens[:, : options.input_tokens], rows=PREFILL_ROWS)

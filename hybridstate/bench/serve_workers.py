@@ -6,13 +6,16 @@ each: this process is rank 0 and hands its jobs to the others, which serve them 
 """
 
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self
@@ -24,7 +27,7 @@ from hybridstate.bench.serving_setup import trace_of
 from hybridstate.bench.serving_stats import statistics
 from hybridstate.bench.sweep import Job, Options, Outcome
 from hybridstate.bench.traces import Trace, control_for, longest
-from hybridstate.errors import HybridStateError, NumericError
+from hybridstate.errors import HybridStateError, NumericError, UsageError
 from hybridstate.runtime.parallel import Ranks, shard
 
 BATCH_PROMPT: Final = 8_192
@@ -151,7 +154,31 @@ _WORKER: dict[str, Worker] = {}
 """The worker of a started process, under its one key."""
 
 
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Processes that are started inside ignore Ctrl-C from their first line on; their parent ends them."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end_with_parent() -> None:
+    """End this process as soon as the one that started it has ended, however that ended."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "only started processes have a parent to follow"
+    sentinel = parent.sentinel
+
+    def follow() -> None:
+        multiprocessing.connection.wait([sentinel])
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
 def _begin(setting: Setting, devices: Any) -> None:
+    _end_with_parent()
     device = torch.device(devices.get())
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels are launched on the present device
@@ -181,7 +208,8 @@ class Peers:
             ours, theirs = context.Pipe()
             given = (replace(setting, deadline=None), rank, meeting, theirs)
             process = context.Process(target=_serve_rank, args=given, daemon=True)
-            process.start()
+            with _deaf():
+                process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -265,7 +293,7 @@ def _rank_device(setting: Setting, rank: int) -> torch.device:
 
 def _serve_rank(setting: Setting, rank: int, meeting: Path, pipe: Any) -> None:
     """The process of a rank other than 0: serve jobs until the pipe closes; None when ready and for each, else why."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 is interrupted, and ends the others
+    _end_with_parent()
     device = _rank_device(setting, rank)
     pipe.send(None)
     ranks = Ranks.join(rank, setting.options.tp, device, meeting)
@@ -299,13 +327,15 @@ class Workers:
         self._pool: ProcessPoolExecutor | None = None
         if count > 1:
             context = multiprocessing.get_context("spawn")
-            devices = context.Manager().Queue()
+            devices = context.SimpleQueue()
             for number in range(count):
                 devices.put(f"cuda:{number}" if setting.device == "cuda" else "cpu")
             os.environ.setdefault("OMP_NUM_THREADS", "1")
             self._pool = ProcessPoolExecutor(
                 count, mp_context=context, initializer=_begin, initargs=(setting, devices)
             )
+            with _deaf():
+                self._pool.submit(int)  # the first call starts all processes
 
     def __call__(self, jobs: Sequence[Job]) -> Iterator[Outcome | None]:
         """Outcomes in the order of the jobs."""
@@ -315,7 +345,13 @@ class Workers:
         elif self._pool is None:
             yield from map(self._here, jobs)
         else:
-            yield from self._pool.map(_work, jobs)
+            try:
+                yield from self._pool.map(_work, jobs)
+            except BrokenProcessPool as error:
+                raise UsageError(
+                    "a worker process ended before its run: killed, or out of memory",
+                    hint="run fewer --workers; --resume continues from what was written",
+                ) from error
 
     def close(self) -> None:
         """End the processes."""

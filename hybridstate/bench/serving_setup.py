@@ -166,6 +166,21 @@ def context_limit(config: Mapping[str, Any]) -> int | None:
     return None
 
 
+def check_context(config: Mapping[str, Any], tokens: int, asked: str) -> None:
+    """Refuse sequences longer than the positions that a model has.
+
+    Args:
+        tokens: of the longest sequence.
+        asked: the options that ask for it.
+
+    Raises:
+        UsageError: they are too many.
+    """
+    limit = context_limit(config)
+    if limit is not None and tokens > limit:
+        raise UsageError(f"{asked}: {tokens:,} tokens, the model has {limit:,} positions")
+
+
 def profile_of(checkpoint: "Checkpoint", *, gate_input: float | None = None) -> "Profile":
     """Sizes and static horizons of a checkpoint."""
     from hybridstate.bench.serving_arms import Profile

@@ -249,7 +249,7 @@ def _check(
 ) -> None:
     import math
 
-    from hybridstate.errors import UsageError
+    from hybridstate.errors import UsageError, check_seconds
 
     if temperature is not None and not (math.isfinite(temperature) and temperature >= 0):
         raise UsageError(f"--temperature must be 0 or a positive number, found {temperature}")
@@ -262,8 +262,8 @@ def _check(
     ):
         if value is not None and value < least:
             raise UsageError(f"{name} must be at least {least}, found {value}")
-    if deadline is not None and not (math.isfinite(deadline) and deadline >= 0):
-        raise UsageError(f"--deadline must be 0 or a positive number, found {deadline}")
+    if deadline is not None:
+        check_seconds("--deadline", deadline)
 
 
 def _check_tasks(out: Output, model: str, tasks: int, profile: str, seed: int) -> None:

@@ -176,7 +176,7 @@ def _measured(
     spec, rows = checkpoint.spec, []
     total = sum(layer.value_heads for layer in spec.layers)
     for arm in arms.values():
-        if arm["policy"] != prefix or arm["w_max"] is None:
+        if arm["policy"] != prefix or arm["w_max"] is None or arm["seed"] is not None:
             continue
         selection = select(horizons, int(arm["w_max"]))
         if arm["mask_digest"] != selection.mask_digest:

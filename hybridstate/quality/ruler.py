@@ -23,7 +23,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from hybridstate.errors import SourceError, UsageError
+from hybridstate.errors import UNREADABLE, SourceError, UsageError
 
 Rule = Literal["all", "part"]
 Generator = np.random.Generator
@@ -388,7 +388,7 @@ def _squad(
                     if answers:
                         questions.append((len(documents), str(item["question"]), answers))
                 documents.append(str(part["context"]))
-    except (OSError, ValueError, KeyError, TypeError, lzma.LZMAError) as error:
+    except (OSError, lzma.LZMAError, *UNREADABLE) as error:
         raise SourceError(
             f"cannot read questions from {path.name}: {type(error).__name__}: {error}",
             hint="a JSON file in SQuAD's form, plain or .xz",

@@ -205,6 +205,11 @@ def test_text_too_short_is_refused(loaded: LoadedModel) -> None:
         run_decode(loaded, OPTIONS, "short")
 
 
+def test_more_tokens_than_positions_are_refused(loaded: LoadedModel) -> None:
+    with pytest.raises(UsageError, match="--input-tokens and --output-tokens: 10,"):
+        run_decode(loaded, replace(OPTIONS, output_tokens=10**10), heldout_text())
+
+
 def test_intervals_are_checked_timed_and_counted(loaded: LoadedModel) -> None:
     options = Options(
         ("damp",), (1, 3), 24, output_tokens=9, warmup=1, k_hi=4, requantise_every=(1, 4, 16)

@@ -1,6 +1,11 @@
 """`bench serve` on small models: measured bytes, the operating point, fed-back replies, workers, the fit."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hybridstate import bench_serve
+from hybridstate.bench import serve_workers
 from hybridstate.bench.scheduler import Limits
 from hybridstate.bench.serve import Bench, Subject, thinned
 from hybridstate.bench.serve_workers import Setting, load_subject
@@ -206,6 +212,56 @@ def test_workers_find_the_same_hits(tiny_kda: Path, result: dict[str, Any]) -> N
         assert point["token_hit_rate"] == pytest.approx(same["token_hit_rate"], abs=0.03)
     with pytest.raises(UsageError, match="at least 1"):
         bench_serve(tiny_kda, workers=0, **SMALL)
+
+
+def end_worker(_job: object) -> None:
+    """As the system ends a process that asks for too much memory."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_worker_is_one_line(tiny_kda: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_workers, "_work", end_worker)
+    monkeypatch.setattr(serve_workers, "_begin", print)
+    with pytest.raises(UsageError, match="a worker process ended before its run"):
+        bench_serve(tiny_kda, ratios=(0.5,), seeds=1, arms=("damp",), workers=2, **SMALL)
+
+
+ORPHAN = """
+import multiprocessing, os, sys, time
+from hybridstate.bench.serve_workers import _end_with_parent
+
+def child():
+    _end_with_parent()
+    print(os.getpid(), flush=True)
+    time.sleep(120)
+
+if __name__ == "__main__":
+    multiprocessing.get_context("spawn").Process(target=child).start()
+    time.sleep(120)
+"""
+
+
+def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
+    script = tmp_path / "orphan.py"
+    script.write_text(ORPHAN)
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        child = int(started.stdout.readline())
+        started.kill()
+    for _ in range(100):
+        if not Path(f"/proc/{child}").exists() or "\nState:\tZ" in status(child):
+            return
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    pytest.fail("the started process outlived the one that started it")
+
+
+def status(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return "\nState:\tZ"
 
 
 def test_a_run_goes_on_where_another_ended(

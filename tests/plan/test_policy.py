@@ -273,9 +273,11 @@ def bench_result(model: Path) -> dict[str, Any]:
         for name, worse in (("nr", 0.02), ("wr", 0.005)):
             prose = {"bits_per_byte": 2.0 + worse, "kl": worse, "top1_agreement": 0.99}
             arms.append(
-                {"arm": f"{name}-{w_max}", "policy": name, "w_max": w_max,
+                {"arm": f"{name}-{w_max}", "policy": name, "w_max": w_max, "seed": None,
                  "mask_digest": cutoff.selection.mask_digest, "prose": prose}
             )  # fmt: skip
+        random = {"arm": f"random-{w_max}-1", "policy": "nr", "seed": 1, "mask_digest": "another"}
+        arms.append({**arms[-1], **random})
     return {"arms": arms, "check": {"dense_restore_bit_equal": {"states": True, "conv": True}}}
 
 
