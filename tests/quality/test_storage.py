@@ -48,8 +48,8 @@ def test_a_packed_pool_in_the_wrong_order_is_caught(
     api.export_plan(tiny_kda, out=tmp_path / "out", calibration=calibration)
     right = orders._stored_order
 
-    def half(plan, layer, order, device):  # type: ignore[no-untyped-def]
-        return right(plan, layer, "original", device)
+    def half(plan, layer, _order, *rest):  # type: ignore[no-untyped-def]
+        return right(plan, layer, "original", *rest)
 
     # q, k and decays are gathered, the prefilled states are not
     monkeypatch.setattr(orders.StoredOrder, "states", lambda _order, state: state)
