@@ -2,15 +2,17 @@
 
 One replay of the captured step is profiled, with a ring as many as an interval has, whose mean counts; every kernel
 belongs to one component by its name, and what lies between kernels is a component too, so that they sum to the step.
-The output layer is the last matrix product of the step.
+Two names need their place: the output layer is the last matrix product of the step, and a gated product belongs to the
+experts only where a mixture's pairs are ordered behind it; that of a dense feed-forward block is another kernel.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 
+from hybridstate.bench.timing import kernel_times
 from hybridstate.runtime.engine import DecodeEngine, DecodeRun
 from hybridstate.trajectories.model import LoadedModel
 
@@ -36,6 +38,7 @@ _PATTERNS: Final = tuple(
         ("projections", r"nvjet|gemm|gemv|cutlass|cublas|splitK"),
     )
 )
+_MIXERS: Final = frozenset({"recurrent update", "convolution", "attention"})
 
 
 def component(kernel: str) -> str:
@@ -43,24 +46,29 @@ def component(kernel: str) -> str:
     return next((name for name, pattern in _PATTERNS if pattern.search(kernel)), "other kernels")
 
 
-def kernel_times(call: Callable[[], Any]) -> list[tuple[str, float]]:
-    """Name and seconds of every device activity of one call, in order of their start."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        call()
-        torch.cuda.synchronize()
-    events = [e for e in profiler.events() or () if "CUDA" in str(e.device_type)]
-    events.sort(key=lambda event: event.time_range.start)
-    return [(event.name, 1e-6 * event.time_range.elapsed_us()) for event in events]
+def placed(kernels: Sequence[str]) -> list[str]:
+    """The component of each kernel of one step, in order of their start, by name and place."""
+    found = [component(kernel) for kernel in kernels]
+    products = [place for place, name in enumerate(found) if name == "projections"]
+    if products:
+        found[products[-1]] = "output layer"
+    mixture = False
+    for place in reversed(range(len(kernels))):
+        if kernels[place].startswith("order_kernel"):
+            mixture = True
+        elif kernels[place].startswith("gated_kernel"):
+            if not mixture:
+                found[place] = "other kernels"
+            mixture = False
+        elif found[place] in _MIXERS:  # one lies before every feed-forward block
+            mixture = False
+    return found
 
 
 def step_components(kernels: Sequence[tuple[str, float]], step: float) -> dict[str, Any]:
     """Seconds and launches of each component; they sum to `step` seconds."""
-    named = [(component(name), seconds) for name, seconds in kernels]
-    products = [place for place, (name, _) in enumerate(named) if name == "projections"]
-    if products:
-        named[products[-1]] = "output layer", named[products[-1]][1]
+    owners = placed([name for name, _ in kernels])
+    named = [(owner, seconds) for owner, (_, seconds) in zip(owners, kernels, strict=True)]
     found = {
         name: {
             "s": sum(seconds for owner, seconds in named if owner == name),

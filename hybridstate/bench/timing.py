@@ -127,6 +127,21 @@ def measure_launches(
     return Samples(seconds)
 
 
+def kernel_times(call: Callable[[], Any]) -> list[tuple[str, float]]:
+    """Name and seconds of every device activity of one call on a GPU, in order of their start.
+
+    The profiler runs for one cycle, whose events `acc_events` keeps; without it torch 2.11 warns that they are cleared.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        call()
+        torch.cuda.synchronize()
+    events = [e for e in profiler.events() or () if "CUDA" in str(e.device_type)]
+    events.sort(key=lambda event: event.time_range.start)
+    return [(event.name, 1e-6 * event.time_range.elapsed_us()) for event in events]
+
+
 def in_place_pass(
     nbytes: int, sets: int, *, device: torch.device | str, warmup: int, repeat: int
 ) -> Samples:

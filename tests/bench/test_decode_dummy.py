@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from hybridstate.bench import components, decode_dummy
-from hybridstate.bench.components import component, step_bytes, step_components
+from hybridstate.bench.components import component, placed, step_bytes, step_components
 from hybridstate.bench.decode import Options
 from hybridstate.cli.main import app
 from hybridstate.errors import NumericError, UsageError
@@ -139,6 +139,24 @@ def test_components_sum_to_the_step() -> None:
     update = ("packed_kernel", "split_kernel", "dense_kernel", "ring_kernel", "flush_kernel")
     assert {component(name) for name in update} == {"recurrent update"}
     assert component("Memset (Device)") == "other kernels"
+
+
+def test_a_gated_product_is_the_experts_only_in_a_mixture() -> None:
+    """A dense block, a mixture, and a dense block before a mixture without a shared expert."""
+    mixer, dense = ["conv_kernel", "dense_kernel"], ["nvjet_a", "gated_kernel", "nvjet_b"]
+    routed = ["route_kernel", "order_kernel", "gate_up_kernel", "down_kernel", "combine_kernel"]
+    step = [*mixer, *dense, *mixer, *dense, *routed, *mixer, *dense, *mixer, *routed, "nvjet_c"]
+    found = placed(step)
+    pairs = list(zip(step, found, strict=True))
+    gated = [owner for name, owner in pairs if name == "gated_kernel"]
+    assert gated == ["other kernels", "experts", "other kernels"]
+    assert found.count("experts") == 2 * 4 + 1
+    assert found.count("projections") == 6
+    assert found.count("norms and routing") == 2
+    assert found[-1] == "output layer"
+    parts = step_components([(name, 1e-6) for name in step], 1e-3)
+    assert parts["experts"]["launches"] == found.count("experts")
+    assert placed([]) == []
 
 
 @pytest.mark.gpu

@@ -1,9 +1,21 @@
 """Samples and how they are taken, with a clock that the tests turn."""
 
+import inspect
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from hybridstate.bench.timing import Samples, device_record, measure, measure_launches, rotation
+from hybridstate.bench.timing import (
+    Samples,
+    device_record,
+    kernel_times,
+    measure,
+    measure_launches,
+    rotation,
+)
 
 
 class Clock:
@@ -75,3 +87,55 @@ def test_pools_exceed_the_cache_four_times() -> None:
     assert rotation(cache, "cuda") == 4
     assert rotation(100 * cache, "cuda") == 2
     assert rotation(1, "cuda") == 4096
+
+
+class OneCycle:
+    """A profiler of one cycle that warns as torch 2.11 does unless its events are kept."""
+
+    def __init__(self, *, activities: list[Any], acc_events: bool = False) -> None:
+        assert activities == [torch.profiler.ProfilerActivity.CUDA]
+        self.acc_events = acc_events
+
+    def __enter__(self) -> "OneCycle":
+        if not self.acc_events:
+            warnings.warn("Profiler clears events at the end of each cycle.", stacklevel=2)
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def events(self) -> list[Any]:
+        found = []
+        for name, device, start, end in (
+            ("scan_kernel", "DeviceType.CUDA", 40.0, 70.0),
+            ("cudaGraphLaunch", "DeviceType.CPU", 1.0, 5.0),
+            ("prepare_kernel", "DeviceType.CUDA", 10.0, 30.0),
+        ):
+            time = SimpleNamespace(start=start, elapsed_us=lambda took=end - start: took)
+            found.append(SimpleNamespace(name=name, device_type=device, time_range=time))
+        return found
+
+
+def test_device_activities_are_timed_in_order_and_without_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = inspect.signature(torch.profiler.profile).parameters
+    assert set(inspect.signature(OneCycle).parameters) <= set(real)
+    monkeypatch.setattr(torch.profiler, "profile", OneCycle)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    calls: list[int] = []
+    found = kernel_times(lambda: calls.append(1))
+    assert calls == [1]
+    assert found == [
+        ("prepare_kernel", pytest.approx(20e-6)),
+        ("scan_kernel", pytest.approx(30e-6)),
+    ]
+
+
+@pytest.mark.gpu
+def test_kernels_of_one_call_are_seen_on_a_gpu() -> None:
+    x = torch.ones(1 << 20, device="cuda")
+    for _ in range(2):  # a warning that comes once would come at the first
+        found = kernel_times(lambda: x.add_(1.0))
+        took = [seconds for name, seconds in found if "elementwise" in name]
+        assert len(took) == 1
+        assert took[0] > 0
