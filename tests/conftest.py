@@ -24,6 +24,11 @@ if not HAS_GPU:
 
 POISONED_ROOMS = ("kernels", "runtime")
 
+# A device context remembers at its first use which functions make tensors, and knows them by identity: were that use
+# under `poisoned_empty`, modules made on a GPU would lie on the CPU for the rest of the process.
+with torch.device("cpu"):
+    torch.empty(0)
+
 # Fixed examples and no time limit: a shared machine must not turn a slow example into a failure.
 settings.register_profile(
     "repeatable", deadline=None, derandomize=True, max_examples=25, database=None

@@ -208,6 +208,14 @@ def test_lengths_differ_and_padding_touches_nothing(loaded: LoadedModel) -> None
     assert bool(torch.isnan(lines.keys[next(iter(lines.shapes))][2, :, 20:]).all())
 
 
+def test_modules_made_on_a_device_lie_there_though_fresh_memory_is_poisoned() -> None:
+    """Shows the fault only where nothing in the process was made on a device before: run it alone."""
+    with torch.device("meta"):
+        assert torch.nn.Embedding(4, 2).weight.is_meta
+        assert torch.empty(3).is_meta
+    assert bool(torch.isnan(torch.empty(3)).all())
+
+
 def test_joined_projections_leave_the_model_as_it_was(loaded: LoadedModel) -> None:
     tokens = draw(2, 9, seed=4)
     before = prefill(loaded, tokens)[0]
