@@ -1,6 +1,6 @@
 """One decode step with deferred requantisation, in place: the counterpart of `update.packed_step`.
 
-gluon      packed 128 x 128 heads in fragment order on NVIDIA GPUs, one launch
+gluon      packed 128 x 128 heads in fragment order (a multiple of 16 FP16 rows) on NVIDIA GPUs, one launch
 triton     any dimensions in natural order, one launch
 reference  float64 in torch on any device; synchronises
 
@@ -118,9 +118,8 @@ def advised_every(batch: int, heads: int) -> int:
 
 
 def ring_layout(layout: PackedLayout) -> PackedLayout:
-    """The same storage in an order that has a ring kernel: fragment for 128 x 128, natural for any other head."""
-    square = (layout.key_dim, layout.value_dim) == (128, 128)
-    return layout if square else replace(layout, order="natural")
+    """The same storage in an order that has a ring kernel: its own for 128 x 128, natural for any other head."""
+    return layout if _is_square(layout) else replace(layout, order="natural")
 
 
 def functions(name: Name, layout: PackedLayout) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -137,8 +136,7 @@ def functions(name: Name, layout: PackedLayout) -> tuple[Callable[..., None], Ca
             from hybridstate.kernels import ring_triton as module
 
             return module.ring_step, module.ring_flush
-        square = (layout.key_dim, layout.value_dim) == (128, 128)
-        if name == "gluon" and layout.order == "fragment" and square:
+        if name == "gluon" and layout.order == "fragment" and _is_square(layout):
             from hybridstate.kernels import gluon_ring as module
 
             return module.ring_step, module.ring_flush
@@ -163,6 +161,7 @@ def _choose(device: str, layout: PackedLayout) -> Choice:
     if not device.startswith("cuda"):
         return Choice("reference", f"reference: no kernel runs on {device}")
     name: Name = "gluon" if layout.order == "fragment" else "triton"
+    before = "" if name == "gluon" else f"gluon: {_gluon_obstacle(layout)}; "
     try:
         step, flush = functions(name, layout)
         found = [check(step, flush, device, layout, per_channel=x) for x in (False, True)]
@@ -170,8 +169,20 @@ def _choose(device: str, layout: PackedLayout) -> Choice:
     except Exception as error:  # compilers and drivers raise anything; the reason is reported
         problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     if problem is None:
-        return Choice(name, f"{name}: passed its self-test on {device}")
-    return Choice("reference", f"{name}: {problem}; reference: what is left")
+        return Choice(name, f"{before}{name}: passed its self-test on {device}")
+    return Choice("reference", f"{before}{name}: {problem}; reference: what is left")
+
+
+def _is_square(layout: PackedLayout) -> bool:
+    """Whether the heads are those of the Gluon kernel."""
+    return (layout.key_dim, layout.value_dim) == (128, 128)
+
+
+def _gluon_obstacle(layout: PackedLayout) -> str:
+    """Why the Gluon kernel does not run on a layout in natural order."""
+    if not _is_square(layout):
+        return f"heads of {layout.key_dim} x {layout.value_dim}, not 128 x 128"
+    return layout.fragment_obstacle or "the pool is in natural order"
 
 
 def check(

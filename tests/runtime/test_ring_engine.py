@@ -21,6 +21,7 @@ from hybridstate.trajectories.model import LoadedModel, load_model
 from tests.kernels.test_ring import interpreter
 from tests.plan.calibrated import write_calibration
 from tests.runtime.test_engine import (
+    FLIPS,
     MODELS,
     assert_simulated,
     draw,
@@ -268,27 +269,55 @@ def test_kernels_in_the_engine_equal_the_reference(loaded: LoadedModel) -> None:
     assert relative_rms(found[1], found[0]) < 1e-3
 
 
+BF16_ROUNDING = 1.5
+"""Distance of BF16 logits that round in other places, by the distance of those with an unquantised state.
+
+0.85 to 1.26 with the reference on a CPU, over 18 draws of prompts, intervals and models; a fault on top adds to it.
+"""
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("every", [4, 16])
 @pytest.mark.parametrize(
     ("family", "value_dim"), [("qwen3_5", 128), ("qwen3_5", 40), ("kimi_linear", 128)]
 )
 def test_captured_steps_equal_eager_and_simulated_ones(
-    family: str, every: int, value_dim: int, tiny_checkpoint: Callable[..., Path]
+    family: str,
+    value_dim: int,
+    every: int,
+    dtype: torch.dtype,
+    tiny_checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """More than an interval, both kernels: 128 x 128 heads and any others."""
+    """More than an interval, both kernels: 128 x 128 heads and any others.
+
+    The step in few launches and the model's own code round to BF16 in different places, which moves logits as far as
+    the quantisation does, with or without one. The sharp comparison is therefore that in float32; in BF16 the ring may
+    add nothing to what an FP32 state shows.
+    """
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # the model's convolution
     sizes = {"key_dim": 128} | ({"value_dim": value_dim} if family == "qwen3_5" else {})
-    model = load_model(str(tiny_checkpoint(family, **sizes)), device="cuda")
+    model = load_model(str(tiny_checkpoint(family, **sizes)), device="cuda", dtype=dtype)
     prefix, forced = prefix_of(model), draw(3, every + 3, seed=1).cuda()
     engine = DecodeEngine(model, state="damp", slots=3, requantise_every=every)
-    assert engine.backend in ("gluon", "triton"), engine.backend_reason
+    expected_backend = "gluon" if value_dim == 128 else "triton"
+    assert engine.backend == expected_backend, engine.backend_reason
+    expected = simulated_logits(model, engine, prefix, forced)
+    plain = simulated_logits(model, None, prefix, forced)
+    bound = FLIPS * relative_rms(expected, plain)
+    if dtype == torch.bfloat16:
+        unquantised = run_steps(DecodeEngine(model, state="fp32", slots=3), prefix, forced)
+        bound = BF16_ROUNDING * relative_rms(unquantised, plain)
+    assert bound > 1e-5
     eager = run_steps(engine, prefix, forced)
-    assert_simulated(model, engine, prefix, forced, eager)
+    assert relative_rms(eager, expected) < bound
     run = engine.start(prefix, room=every + 3)
     assert run.capture() is None
     captured = torch.stack([run.step(column).clone() for column in forced.T])
     assert run.check_bytes() == engine.pool.slot_bytes
-    assert relative_rms(captured, eager) < 1e-2
+    assert relative_rms(captured, expected) < bound
+    assert relative_rms(captured, eager) < min(bound, 1e-2)
     before = engine.pool.read(run.slots)[0]
     engine.pool.copy(run.slots[:1], run.slots[2:])
     engine.pool.fold(run.slots[:1])
