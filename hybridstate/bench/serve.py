@@ -155,7 +155,7 @@ class Subject:
         """Bytes of attention keys and values per token, as lines hold them."""
         engine = self.engine(dense, RESERVED + 1)
         with self.ranks.alone():
-            return ServingEngine(engine, running=1, length=2).lines.nbytes // 2
+            return ServingEngine(engine, running=1, length=2).lines.token_bytes
 
 
 class AgreedStore(RecordingStore):
@@ -320,6 +320,7 @@ class Bench:
     def _warm(self, serving: ServingEngine, store: TensorStore, packed: int) -> None:
         """Run everything once: kernels are compiled and steps captured before the clock starts."""
         wanted = self._running if self._gpu else 1
+        serving.capture_prompts()
         live = []
         for number in range(wanted):
             tokens = np.arange(1, 1 + WARM_TOKENS[number % len(WARM_TOKENS)], dtype=np.int32)

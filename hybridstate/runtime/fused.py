@@ -164,7 +164,7 @@ class LinearStep:
         return self._result(advance(q, k, v, decay, joined[:, self._strength]), joined)
 
     def prompt(
-        self, x: Tensor, window: Tensor, state: Tensor | None
+        self, x: Tensor, window: Tensor, state: Tensor | None, count: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The tokens of one sequence.
 
@@ -172,9 +172,10 @@ class LinearStep:
             x: `[T, D]`.
             window: `[C, W - 1]`.
             state: FP32 `[1, H, K, V]`, None for none.
+            count: int64 `[1]`, how many of the first tokens count; all by default.
 
         Returns:
-            `[T, D]`, window and state behind the last token.
+            `[T, D]`, window and state behind the last token that counts.
         """
         from hybridstate.kernels import prefill_inputs
 
@@ -182,9 +183,10 @@ class LinearStep:
         convolve, gates = prefill_inputs.convolve, prefill_inputs.gates
         if not by_kernels(x):
             convolve, gates = prefill_inputs.convolve_reference, prefill_inputs.gates_reference
-        mixed, window = convolve(joined[:, : self._channels], window, self._taps, self._bias)
+        channels = joined[:, : self._channels]
+        mixed, window = convolve(channels, window, self._taps, self._bias, count)
         decay = _chain(joined, *self._decay)
-        decay, strength = gates(decay, joined[:, self._strength], self.fusion)
+        decay, strength = gates(decay, joined[:, self._strength], self.fusion, count)
         q, k, v, decay, strength = (y[None] for y in (*self._operands(mixed), decay, strength))
         o, state = device_prefill(0, q, k, v, decay, strength, state)
         return self._result(o[0], joined), window, state

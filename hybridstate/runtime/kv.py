@@ -83,6 +83,8 @@ class LineCache:
         self.poison(range(lines))
         self.step_lines = torch.empty(0, dtype=torch.int64, device=device)
         """Lines of the present step, `[B]`."""
+        self.step_targets = self.step_lines
+        """Lines that the step writes to, `[B]`."""
         self.step_lengths = torch.empty(0, dtype=torch.int64, device=device)
         """Tokens in each before it, `[B]`."""
 
@@ -91,6 +93,12 @@ class LineCache:
         """Bytes of all lines."""
         held = (*self.keys.values(), *self.values.values())
         return sum(x.numel() * x.element_size() for x in held)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token."""
+        held = (*self.keys.values(), *self.values.values())
+        return sum(x.shape[1] * x.shape[3] * x.element_size() for x in held)
 
     @property
     def available(self) -> int:
@@ -145,7 +153,7 @@ class LineCache:
         from hybridstate.kernels import attention
 
         put = attention.append_step if by_kernels(keys) else attention.append_reference
-        held, at = self.keys[block], (self.step_lines, self.step_lengths)
+        held, at = self.keys[block], (self.step_targets, self.step_lengths)
         put(keys[:, :, 0], held, *at)
         if self.shapes[block].latent:
             put(values[:, :, 0], held, *at, self.shapes[block].key_width)
@@ -170,13 +178,14 @@ class LineCache:
     def _attend(
         self, query: Tensor, keys: Tensor, values: Tensor | None, scale: float, width: int = 0
     ) -> Tensor:
-        from hybridstate.kernels.attention import attention_reference, attention_step
+        from hybridstate.kernels.attention import PROGRAMS, attention_reference, attention_step
 
         lengths = self.step_lengths + 1  # the new token sees itself
         if by_kernels(query):
-            return attention_step(
-                query, keys, values, None, scale, width, lines=self.step_lines, lengths=lengths
-            )
+            # many rows fill the device without cutting lines into parts
+            part = keys.shape[2] if len(query) * keys.shape[1] >= PROGRAMS else None
+            at: dict[str, Any] = {"lines": self.step_lines, "lengths": lengths, "part": part}
+            return attention_step(query, keys, values, None, scale, width, **at)
         lines = self.step_lines.clamp(min=0)
         seen = torch.arange(keys.shape[2], device=keys.device) < lengths[:, None]
         hidden = ~seen[:, None, :, None]
@@ -186,8 +195,16 @@ class LineCache:
         return out.masked_fill((self.step_lines < 0)[:, None, None], 0.0)
 
     @contextmanager
-    def active(self, loaded: LoadedModel, lines: Tensor, lengths: Tensor) -> Iterator[None]:
-        """Run one-token steps of the lines `[B]`, which hold `lengths [B]` tokens, through this cache."""
+    def active(
+        self, loaded: LoadedModel, lines: Tensor, lengths: Tensor, targets: Tensor | None = None
+    ) -> Iterator[None]:
+        """Run one token of each of the lines `[B]` behind their first `lengths [B]` through this cache.
+
+        `[B]` sequences of one token, or one of B tokens whose rows name the same line one token further each.
+
+        Args:
+            targets: lines that keys and values are written to, -1 for nowhere; `lines` by default.
+        """
         _register()
         config = loaded.model.config.get_text_config(decoder=True)
         before = config._attn_implementation
@@ -195,6 +212,7 @@ class LineCache:
         for module in latent:
             module.expand_kv = _unexpanded
         self.step_lines, self.step_lengths = lines, lengths
+        self.step_targets = lines if targets is None else targets
         config._attn_implementation = ATTENTION
         _ACTIVE.append(self)
         try:
@@ -237,7 +255,14 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """The attention function of transformers over the lines of the running step."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return _ACTIVE[-1].attend(module, query, scale), None
+    if query.shape[2] == 1:
+        return _ACTIVE[-1].attend(module, query, scale), None
+    return _ACTIVE[-1].attend(module, by_token(query), scale).transpose(0, 1), None
+
+
+def by_token(x: Tensor) -> Tensor:
+    """`[1, H, T, D]` of one sequence as `[T, H, 1, D]`: T sequences of one token."""
+    return x[0].transpose(0, 1)[:, :, None]
 
 
 @cache
@@ -262,9 +287,12 @@ def line_layer_class() -> Any:
             self.keys, self.values = lines.keys[block], lines.values.get(block)
 
         def update(self, keys: Tensor, values: Tensor, *_args: Any, **_kwargs: Any) -> Any:
-            if keys.shape[2] != 1:
-                raise NumericError("lines advance one token at a time")
-            self.lines.append(self.block, keys, values)
+            if keys.shape[2] == 1:
+                self.lines.append(self.block, keys, values)
+            elif keys.shape[0] == 1 and keys.shape[2] == len(self.lines.step_lines):
+                self.lines.append(self.block, by_token(keys), by_token(values))
+            else:
+                raise NumericError("lines advance by one token each, or one line by all of them")
             return keys, values
 
         def get_seq_length(self, *_args: Any, **_kwargs: Any) -> int:

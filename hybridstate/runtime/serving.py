@@ -4,7 +4,8 @@
 
 A prefill chunk starts from what the slot holds and ends packed in the slot: a prompt passes the state format at every
 chunk's end, as decoding does at every token. Decoding pads its batch to one of a few sizes; each size is one captured
-graph on a GPU, whose slots, lines, lengths and tokens are tensors that are filled in before every step.
+graph on a GPU, whose slots, lines, lengths and tokens are tensors that are filled in before every step. So is a prompt
+there, padded to one of a few lengths (`prompt_step`), where all linear layers run in few launches.
 
 Slots belong to whoever admits: to this engine, or to a prefix cache whose `TensorStore` has the same pool. Lines are
 this engine's own, poisoned when a request leaves.
@@ -23,6 +24,7 @@ from hybridstate.kernels.prefill import Geometry, choose
 from hybridstate.runtime import restore
 from hybridstate.runtime.engine import DecodeEngine
 from hybridstate.runtime.kv import LineCache, block_shapes
+from hybridstate.runtime.prompt_step import PromptSteps
 from hybridstate.runtime.radix import Keys, Tokens
 from hybridstate.runtime.step import PooledStep
 from hybridstate.runtime.tiers import Prefix
@@ -161,7 +163,11 @@ class ServingEngine:
             raise UsageError(f"no batch size for {running} running requests in {self.sizes}")
         probe = torch.zeros(1, 2, dtype=torch.int64)
         held = restore.capture(loaded, probe, prefill(loaded, probe)[1]).kv
-        self.lines = LineCache(loaded, block_shapes(loaded, held), running, length)
+        prompts = engine.modules.prompts and loaded.device.type == "cuda"
+        self.lines = LineCache(loaded, block_shapes(loaded, held), running + prompts, length)
+        self._spare = self.lines.alloc(int(prompts)) or []
+        """A line for prefixes that are replayed before their request has one, where prompts are captured."""
+        self._prompts = PromptSteps(engine, self.lines, min(chunk, length)) if prompts else None
         self._blank = [
             torch.zeros(n.conv_channels, n.conv_width - 1, dtype=loaded.dtype, device=loaded.device)
             for n in loaded.spec.layers
@@ -232,15 +238,9 @@ class ServingEngine:
         slots = torch.tensor([live.slot], device=self._device)
         if self._audit and start:
             pool.require_finite(slots)
-        logits, states, conv, past = self._run_prompt(live, slots, stop)
+        logits, states, conv = self._run_prompt(live, slots, stop)
         orders = self.engine.orders
         pool.write(slots, [o.states(s) for o, s in zip(orders, states, strict=True)], conv)
-        rows = torch.tensor([live.line], device=self._device)
-        for block in self.lines.shapes:
-            held = past.layers[block]
-            self.lines.write(
-                block, rows, start, held.keys[:, :, start:stop], held.values[:, :, start:stop]
-            )
         live.done = stop
         if stop == len(live.prompt):
             live.output.append(int(logits.argmax()))
@@ -250,6 +250,11 @@ class ServingEngine:
         """Chunks up to `end` of the prompt, or all of it."""
         while self.prefill_chunk(live, end):
             pass
+
+    def capture_prompts(self) -> None:
+        """Capture prompts of every length before the first one comes; nothing without a GPU."""
+        if self._prompts is not None:
+            self._prompts.capture(self._spare[0])
 
     def decode_step(self, requests: Sequence[Live]) -> list[int]:
         """One token for each request; see `decode_steps`."""
@@ -315,9 +320,18 @@ class ServingEngine:
 
     def replay(self, prefix: Prefix, window: int) -> tuple[Tensor, ...]:
         """States of a prefix after its last `window` tokens from zero, in the pool's order (`tensor_store.Replay`)."""
-        tokens = torch.from_numpy(prefix.tokens.astype(np.int64))[None]
-        whole = restore.Prefix(tokens.to(self._device), (), (), joined_keys(prefix.kv))
-        states = restore.replay(self.engine.loaded, whole, window, self.engine.modules)
+        tokens, kv = torch.from_numpy(prefix.tokens.astype(np.int64)), joined_keys(prefix.kv)
+        prompts, count = self._prompts, min(window, len(tokens))
+        states: Sequence[Tensor]
+        if prompts is not None and prompts.takes(count, len(tokens)):
+            rows = torch.tensor(self._spare, device=self._device)
+            for block, pair in kv.items():
+                self.lines.write(block, rows, 0, *pair)
+            start = len(tokens) - count
+            states = prompts(tokens[start:], start, self._spare[0], write=False).states
+        else:
+            whole = restore.Prefix(tokens[None].to(self._device), (), (), kv)
+            states = restore.replay(self.engine.loaded, whole, window, self.engine.modules)
         return tuple(o.states(s) for o, s in zip(self.engine.orders, states, strict=True))
 
     def to_json(self) -> dict[str, Any]:
@@ -329,6 +343,7 @@ class ServingEngine:
             "replaced_modules": self.engine.modules.replaced,
             "kept_modules": self.engine.modules.refused.reasons,
             "prefill": self._prefill_runs(),
+            "prompts": None if self._prompts is None else self._prompts.to_json(),
             **self._replay.to_json(),
         }
 
@@ -348,30 +363,40 @@ class ServingEngine:
     @torch.no_grad()
     def _run_prompt(
         self, live: Live, slots: Tensor, stop: int
-    ) -> tuple[Tensor, list[Tensor], list[Tensor], Any]:
-        """Logits of the last token, states in model order, windows, and the cache, all at `stop`."""
+    ) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]:
+        """Logits of the last token, states in model order and windows at `stop`; keys and values lie in the line."""
         loaded, modules, start = self.engine.loaded, self.engine.modules, live.done
-        tokens = live.prompt[None, start:stop]
-        kv = self.lines.read(live.line, start) if start else {}
+        tokens = live.prompt[start:stop]
         states: list[Tensor] = []
         conv: list[Tensor] = []
         if start:
             stored, conv = self.engine.pool.read(slots)
             orders = self.engine.orders
             states = [o.model_states(s) for o, s in zip(orders, stored, strict=True)]
+        if self._prompts is not None and self._prompts.takes(len(tokens), stop):
+            found = self._prompts(tokens, start, live.line, states, conv)
+            return found.logits, found.states, [w[None] for w in found.windows]
+        kv = self.lines.read(live.line, start) if start else {}
+        past = restore.resume(loaded, kv, *(([], []) if modules.prompts else (states, conv)))
         if modules.prompts:
-            past = restore.resume(loaded, kv, [], [])
             windows = [window[0] for window in conv] or self._blank
             with modules.prompt(windows, states or [None] * len(windows)) as after:
-                logits = forward(loaded, tokens, past, logits_to_keep=1)
+                logits = forward(loaded, tokens[None], past, logits_to_keep=1)
             held = [after[layer.ordinal] for layer in loaded.spec.layers]
-            return logits[0, -1], [s for _, s in held], [w[None] for w, _ in held], past
-        past = restore.resume(loaded, kv, states, conv)
-        logits = forward(loaded, tokens, past, logits_to_keep=1)
-        layers = linear_layers(past)
-        widths = [1 - layer.conv_width for layer in loaded.spec.layers]
-        windows = [n.conv_states[0][..., w:] for n, w in zip(layers, widths, strict=True)]
-        return logits[0, -1], [n.recurrent_states[0] for n in layers], windows, past
+            states, conv = [s for _, s in held], [w[None] for w, _ in held]
+        else:
+            logits = forward(loaded, tokens[None], past, logits_to_keep=1)
+            layers = linear_layers(past)
+            widths = [1 - layer.conv_width for layer in loaded.spec.layers]
+            states = [n.recurrent_states[0] for n in layers]
+            conv = [n.conv_states[0][..., w:] for n, w in zip(layers, widths, strict=True)]
+        rows = torch.tensor([live.line], device=self._device)
+        for block in self.lines.shapes:
+            new = past.layers[block]
+            self.lines.write(
+                block, rows, start, new.keys[:, :, start:stop], new.values[:, :, start:stop]
+            )
+        return logits[0, -1], states, conv
 
     def _clear(self, slot: int) -> None:
         pool, device = self.engine.pool, self._device

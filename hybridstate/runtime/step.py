@@ -108,22 +108,28 @@ class StepModules:
 
     @contextmanager
     def prompt(
-        self, windows: Sequence[Tensor], states: Sequence[Tensor | None]
+        self,
+        windows: Sequence[Tensor],
+        states: Sequence[Tensor | None],
+        count: Tensor | None = None,
     ) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
         """Run the tokens of one sequence through the replaced modules.
 
         Args:
             windows: `[C, W - 1]` of each linear layer.
             states: FP32 `[1, H, K, V]`, None for none.
+            count: int64 `[1]`, how many of the first tokens count; all by default.
 
         Yields:
-            Windows and states behind the last token by ordinal, once the model has run.
+            Windows and states behind the last token that counts by ordinal, once the model has run.
         """
         after: dict[int, tuple[Tensor, Tensor]] = {}
 
         def through(step: LinearStep, ordinal: int) -> Callable[..., Any]:
             def run(hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-                found, *held = step.prompt(hidden_states[0], windows[ordinal], states[ordinal])
+                found, *held = step.prompt(
+                    hidden_states[0], windows[ordinal], states[ordinal], count
+                )
                 after[ordinal] = (held[0], held[1])
                 return found[None]
 

@@ -71,6 +71,10 @@ class Replay:
         self._seen[phase] = self._seen.get(phase, 0) + 1
         self._step(phase)
 
+    def has(self, phase: Hashable) -> bool:
+        """Whether the step of this phase is captured."""
+        return phase in self._graphs
+
     def to_json(self) -> dict[str, Any]:
         """What ran, and how many graphs."""
         return {"mode": self.mode, "reason": self.reason, "graphs": len(self._graphs)}

@@ -197,6 +197,9 @@ def prompt_inputs(m: Sizes, dtype: torch.dtype) -> None:
             prefill_inputs.convolve(mixed, held, taps, None)
         prefill_inputs.convolve(mixed, held, taps, torch.empty(m.channels, dtype=dtype))
         prefill_inputs.gates(decay, strength, fusion_of(m))
+        count = torch.zeros(1, dtype=torch.int64)
+        prefill_inputs.convolve(mixed, held, taps, None, count)
+        prefill_inputs.gates(decay, strength, fusion_of(m), count)
 
 
 def prompt_recurrence(m: Sizes, dtype: torch.dtype) -> None:

@@ -64,6 +64,32 @@ def test_gates_of_many_tokens(device: str, per_channel: bool, lower: float | Non
         assert_within(ours, twin, "gate-f32")
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("count", [1, 2, 5, 19])
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_only_the_first_tokens_count(device: str, count: int, per_channel: bool) -> None:
+    """The window is the one behind them; the others keep the state: log decay and strength are zero, also of NaN."""
+    tokens, heads, keys = 19, 3, 20
+    end = torch.tensor([count], device=device)
+    x, window = normal(tokens, 50).to(device), normal(50, 3).to(device)
+    weight = normal(50, 4).to(device)
+    short = convolve_reference(x[:count], window, weight, None)
+    for convolved in (convolve, convolve_reference):
+        y, after = convolved(x, window, weight, None, end)
+        assert_within(y[:count], short[0], "reference-f32")
+        assert torch.equal(after, short[1])
+    shape = (heads, keys) if per_channel else (heads,)
+    bias = 4 * normal(*shape).to(device)
+    fusion = StepFusion(normal(heads).to(device), bias, None, beta_scale=1.0)
+    raw, logit = normal(tokens, bias.numel()).to(device), normal(tokens, heads).to(device)
+    raw[count:], logit[count:] = float("nan"), float("nan")
+    expected = gates_reference(raw[:count], logit[:count], fusion)
+    for derived in (gates, gates_reference):
+        for ours, twin in zip(derived(raw, logit, fusion, end), expected, strict=True):
+            assert_within(ours[:count], twin, "gate-f32")
+            assert torch.equal(ours[count:], torch.zeros_like(ours[count:]))
+
+
 def test_inputs_that_do_not_fit_are_refused() -> None:
     x = normal(4, 8)
     with pytest.raises(NumericError, match="with window"):

@@ -1,0 +1,151 @@
+"""Padded prompts on lines give what prompts of their own length give, in pieces, behind hits and replayed."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hybridstate.errors import NumericError
+from hybridstate.runtime.engine import DecodeEngine
+from hybridstate.runtime.prompt_step import PromptSteps, padded_lengths
+from hybridstate.runtime.serving import ServingEngine
+from hybridstate.runtime.tiers import Prefix
+from hybridstate.trajectories.dummy import dummy_model
+from hybridstate.trajectories.model import LoadedModel, load_model
+from tests.runtime.test_step import MODELS
+from tests.tolerances import assert_within, relative_rms
+from tests.trajectories.test_graphs import small
+
+LENGTH = 90
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=["qwen3_5", "kimi_linear"])
+def loaded(request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path]) -> LoadedModel:
+    return load_model(str(tiny_checkpoint(request.param)))
+
+
+def prompt(length: int, seed: int = 0) -> np.ndarray:
+    rng = np.random.Generator(np.random.PCG64(seed))
+    return rng.integers(3, 90, length).astype(np.int32)
+
+
+def server(loaded: LoadedModel, *, padded: bool, state: str = "fp32") -> ServingEngine:
+    """A server whose prompts are padded, or not, wherever it runs."""
+    k_hi = 4 if state == "damp" else None
+    engine = DecodeEngine(loaded, state=state, slots=4, k_hi=k_hi)
+    made = ServingEngine(engine, running=3, length=LENGTH, sizes=(3,), chunk=50)
+    if made._prompts is None and padded:
+        made._spare = made.lines.alloc(1) or []
+        made._prompts = PromptSteps(engine, made.lines, 50)
+    if not padded:
+        made._prompts = None
+    return made
+
+
+@pytest.fixture(autouse=True)
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PromptSteps, "takes", lambda self, count, end: count <= self.sizes[-1])
+
+
+def test_lengths_cover_every_prompt() -> None:
+    assert padded_lengths(8) == (32,)
+    assert padded_lengths(300) == (32, 48, 64, 96, 128, 192, 256, 320)
+    assert padded_lengths(5058)[-3:] == (3072, 4096, 5088)
+    for longest in (1, 31, 32, 33, 48, 100, 2048):
+        assert padded_lengths(longest)[-1] >= longest
+        assert list(padded_lengths(longest)) == sorted(set(padded_lengths(longest)))
+
+
+@pytest.mark.parametrize("state", ["fp32", "damp"])
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 83])
+def test_a_padded_prompt_leaves_what_the_prompt_leaves(
+    loaded: LoadedModel, length: int, state: str
+) -> None:
+    """83 tokens are two chunks, of 50 and 33; another prompt has used line, inputs and buffers before."""
+    found = []
+    for padded in (True, False):
+        made = server(loaded, padded=padded, state=state)
+        other = made.admit(prompt(70, seed=1))
+        assert other is not None
+        made.prefill(other)
+        made.finish(other)
+        live = made.admit(prompt(length))
+        assert live is not None
+        made.prefill(live)
+        states, windows = made.engine.pool.read(torch.tensor([live.slot]))
+        keys = made.lines.read(live.line, length)
+        beyond = made.lines.keys[min(keys)][live.line, :, length:]
+        assert beyond.isnan().all()
+        while len(live.output) < 5:
+            made.decode_step([live])
+        found.append((states, windows, keys, live.output))
+    (states, windows, keys, output), expected = found
+    pairs = list(zip([*states, *windows], [*expected[0], *expected[1]], strict=True))
+    for block, pair in keys.items():
+        pairs += zip(pair, expected[2][block], strict=True)
+    # packed, a rounding flips; norms magnify the roundings of the first tokens, whose states hold next to nothing
+    bound = 1e-2 if state == "damp" else 1e-5 if length > 2 else 5e-5
+    for ours, theirs in pairs:
+        assert relative_rms(ours, theirs) < bound
+    assert output == expected[3]
+
+
+def test_a_replayed_window_writes_nothing(loaded: LoadedModel) -> None:
+    tokens, states = prompt(70), []
+    for padded in (True, False):
+        made = server(loaded, padded=padded)
+        live = made.admit(tokens)
+        assert live is not None
+        made.prefill(live)
+        kv = made.keys(live, 70).cut(0, 70)
+        before = {b: made.lines.keys[b][live.line].clone() for b in made.lines.shapes}
+        states.append([made.replay(Prefix(tokens, [kv]), n) for n in (1, 40, 500)])
+        for block, keys in before.items():
+            assert torch.equal(made.lines.keys[block][live.line], keys) or keys.isnan().any()
+            same = torch.nan_to_num(made.lines.keys[block][live.line])
+            assert torch.equal(same, torch.nan_to_num(keys))
+    for ours, theirs in zip(*states, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert_within(a, b, "replay-logits-f32")
+
+
+def test_prompts_that_do_not_fit_are_refused(loaded: LoadedModel) -> None:
+    made = server(loaded, padded=True)
+    steps = made._prompts
+    assert steps is not None
+    with pytest.raises(NumericError, match="behind 80"):
+        steps(torch.arange(20), 80, 0)
+    with pytest.raises(NumericError, match="0 tokens"):
+        steps(torch.arange(0), 0, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_captured_prompts_equal_eager_ones_on_a_gpu(model: str, tmp_path: Path) -> None:
+    """The same requests twice: while prompts are captured, and from graphs alone."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    name, changes = MODELS[model]
+    loaded = dummy_model(small(tmp_path / model, name, **changes), device="cuda")
+    whole = server(loaded, padded=True)
+    plain = server(loaded, padded=False)
+    assert whole._prompts is not None, whole.engine.modules.refused.reasons
+    for number in range(3):
+        for length in (1, 17, 33, 50, 83, 90):
+            states = []
+            for made in (whole, plain):
+                live = made.admit(prompt(length, seed=number))
+                assert live is not None
+                made.prefill(live)
+                slot = torch.tensor([live.slot], device="cuda")
+                states.append([x.clone() for held in made.engine.pool.read(slot) for x in held])
+                states[-1] += [x.nan_to_num() for x in made.lines.read(live.line, length)[3]]
+                made.finish(live)
+            for ours, theirs in zip(*states, strict=True):
+                assert_within(ours, theirs, "replay-logits-f32")
+        whole.capture_prompts()
+    ran = whole.to_json()["prompts"]
+    graphs = len(whole._prompts.sizes)
+    assert ran == {"mode": "cuda-graph", "reason": None, "graphs": graphs}
