@@ -14,6 +14,7 @@ from typing import Any
 import family_tables
 import kernel_tables
 import pictures
+import quality_tables
 import reading_table
 import results_page
 import serving_tables
@@ -80,6 +81,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "reading": reading_table.reading,
     **kernel_tables.blocks(),
     **serving_tables.BLOCKS,
+    **quality_tables.BLOCKS,
 }
 
 
@@ -129,6 +131,7 @@ PAGES: dict[str, Callable[[], str]] = {
             "docs/families.md",
             "docs/reading.md",
             "docs/kernels.md",
+            "docs/quality.md",
             "docs/serving.md",
         )
     },

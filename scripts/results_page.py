@@ -9,6 +9,7 @@ from typing import Any
 import calibration_tables
 import findings
 import pictures
+import quality_findings
 import quality_tables
 import scale_tables
 import tables
@@ -121,8 +122,15 @@ RESULTS: tuple[Section, ...] = (
         "Answers after compressed hits",
         QUALITY,
         quality_tables.quality,
-        lambda results: " ".join(filter(None, map(quality_tables.untrained, results.values()))),
+        quality_findings.hits,
         pictures=("quality_cutoffs", "quality_ttft"),
+        merge=quality_tables.merged,
+    ),
+    Section(
+        "Hits against random masks of the same bytes",
+        QUALITY,
+        quality_tables.against_masks,
+        level=3,
         merge=quality_tables.merged,
     ),
     Section(
@@ -132,6 +140,7 @@ RESULTS: tuple[Section, ...] = (
         "Answers by format of the state",
         QUALITY,
         quality_tables.formats,
+        quality_findings.formats,
         pictures=("quality_formats",),
         level=3,
         merge=quality_tables.merged,

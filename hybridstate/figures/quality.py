@@ -1,16 +1,25 @@
 """Pictures of `bench quality`: answers against the cutoff and against time, and by format of the live state."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from hybridstate.figures.paired import (
+    Estimate,
+    Group,
+    Result,
+    answers,
+    cutoffs,
+    difference,
+    groups,
+    over_masks,
+    rows,
+)
 from hybridstate.figures.style import COLOURS, digits, new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-Group = tuple[str, str, int]
-Result = Mapping[str, Any]
+    from matplotlib.figure import Figure
 
 POLICIES = (
     ("nr", "", "zeros (NR)", COLOURS[0], "o-"),
@@ -25,6 +34,11 @@ SINGLE = (
 )
 KL_FLOOR = 1e-9
 """Divergences below it are drawn there: rounding of the softmax."""
+LEAST_RANGE = (-5.0, 2.5)
+"""Points that a panel shows at least, so that one question does not look like much."""
+KL_LABEL = "KL to dense, first token, nats"
+CSV = ("score", "score_se", "minus_dense", "minus_dense_se", "same_reply", "kl_first")
+"""Columns of every CSV; of random masks the mean and, as `_se`, the sample SD over them."""
 
 
 def quality_figures(result: Result, model: str, folder: Path) -> None:
@@ -36,28 +50,61 @@ def quality_figures(result: Result, model: str, folder: Path) -> None:
         folder: existing; gets quality_cutoffs, quality_formats and, where requests were timed, quality_ttft, each as
             .png and .csv.
     """
-    summary = {
-        ((row["suite"], row["boundary"], row["tokens"]), row["arm"]): row
-        for row in result["summary"]
-    }
-    groups = list(dict.fromkeys(group for group, _ in summary))
-    cutoffs = sorted({arm["w_max"] for arm in result["arms"] if arm["w_max"] is not None})
-    if cutoffs and groups:
-        _cutoffs(result, model, folder, summary, groups, cutoffs)
-        timed = {(t["suite"], t["boundary"], t["tokens"]): t for t in result["ttft"]}
-        if any(group in timed for group in groups):
-            _against_time(model, folder, summary, timed, cutoffs)
-    if groups and any(arm["state"] != "fp32" for arm in result["arms"]):
-        _formats(result, model, folder, summary, groups)
+    found = groups(result)
+    if cutoffs(result) and found:
+        _cutoffs(result, model, folder, found)
+        timed = [g for g in found if g in _timed(result)]
+        if timed:
+            _against_time(result, model, folder, timed)
+    if found and any(arm["state"] != "fp32" for arm in result["arms"]):
+        _formats(result, model, folder, found)
 
 
 def _label(group: Group) -> str:
     suite, boundary, tokens = group
-    return f"{'own tasks' if suite == 'own' else 'RULER formats'}, {tokens:,} tokens, to the {boundary}"
+    named = "own tasks" if suite == "own" else "RULER's formats"
+    end = "the prompt's last token" if boundary == "prompt" else "the question"
+    return f"{named}, {tokens:,} tokens,\ncached up to {end}"
 
 
-def _masks(result: Result, w_max: int) -> list[str]:
-    return [a["arm"] for a in result["arms"] if a["seed"] is not None and a["w_max"] == w_max]
+def _score_label(result: Result, group: Group) -> str:
+    """What the upper panel of a group shows."""
+    return "score minus dense, points" if answers(result, group) else "replies equal to dense's, %"
+
+
+def _upper(result: Result, group: Group, name: str) -> Estimate:
+    """Points from dense with their standard error; share of equal replies where dense itself cannot answer."""
+    if answers(result, group):
+        found = difference(result, group, [name])
+        return Estimate(100 * found.mean, 100 * (found.spread or 0.0))
+    return Estimate(100 * float(rows(result)[group, name]["same_reply"]), 0.0)
+
+
+def _upper_masks(result: Result, group: Group, w_max: int) -> Estimate | None:
+    """The same of the random masks, with the SD over them."""
+    metric = "difference" if answers(result, group) else "same_reply"
+    found = over_masks(result, group, w_max, metric)
+    return None if found is None else Estimate(100 * found.mean, 100 * (found.spread or 0.0))
+
+
+def _csv(result: Result, group: Group, name: str) -> tuple[str, ...]:
+    row, apart = rows(result)[group, name], difference(result, group, [name])
+    error = row["accuracy_se"]
+    return (
+        digits(row["accuracy"]),
+        "" if error is None else digits(error),
+        digits(apart.mean),
+        "" if apart.spread is None else digits(apart.spread),
+        digits(row["same_reply"]),
+        digits(row["kl_first"]),
+    )
+
+
+def _csv_masks(result: Result, group: Group, w_max: int) -> tuple[str, ...]:
+    found = [over_masks(result, group, w_max, m) for m in ("accuracy", "difference")]
+    single = [over_masks(result, group, w_max, m) for m in ("same_reply", "kl_first")]
+    cells = [x for e in found if e for x in (digits(e.mean), digits(e.spread or 0.0))]
+    return (*cells, *(digits(e.mean) for e in single if e))
 
 
 def _tidy(axes: "Axes") -> None:
@@ -65,271 +112,201 @@ def _tidy(axes: "Axes") -> None:
     axes.tick_params(labelsize=8)
 
 
-def _cutoffs(
-    result: Result,
-    model: str,
-    folder: Path,
-    summary: Mapping[tuple[Group, str], Result],
-    groups: Sequence[Group],
-    cutoffs: Sequence[int],
-) -> None:
-    """Mean accuracy and KL of the first token against W_max, a column per suite, boundary and length."""
-    figure = new_figure(3.3 * len(groups) + 0.4, 5.4)
-    panels = figure.subplots(2, len(groups), squeeze=False)
-    rows: list[tuple[object, ...]] = []
-    for column, group in enumerate(groups):
-        for line, metric in enumerate(("accuracy", "kl_first")):
-            axes = panels[line][column]
-            dense = summary[group, "dense"][metric]
-            if metric == "accuracy":
-                axes.axhline(dense, color=COLOURS[6], linewidth=0.9, label="dense")
-                rows.append((*group, metric, "dense", "", digits(dense), ""))
-            for policy, kind, label, colour, style in POLICIES:
-                names = [f"{policy}-{w}{kind}" for w in cutoffs]
-                if not all((group, name) in summary for name in names):
-                    continue
-                values = [float(summary[group, name][metric]) for name in names]
-                errors = [
-                    summary[group, name]["accuracy_se"] if metric == "accuracy" else None
-                    for name in names
-                ]
-                if metric == "kl_first":
-                    axes.plot(
-                        cutoffs,
-                        [max(v, KL_FLOOR) for v in values],
-                        style,
-                        color=colour,
-                        markersize=4,
-                    )
-                else:
-                    spread = [e or 0.0 for e in errors]
-                    axes.errorbar(
-                        cutoffs,
-                        values,
-                        yerr=spread,
-                        fmt=style,
-                        markersize=4,
-                        capsize=2,
-                        linewidth=1.0,
-                        color=colour,
-                        label=label,
-                    )
-                rows += [
-                    (
-                        *group,
-                        metric,
-                        f"{policy}{kind}",
-                        w,
-                        digits(v),
-                        "" if e is None else digits(e),
-                    )
-                    for w, v, e in zip(cutoffs, values, errors, strict=True)
-                ]
-            means, spreads = _random(result, summary, group, cutoffs, metric)
-            if means:
-                axes.errorbar(
-                    cutoffs,
-                    [max(v, KL_FLOOR) for v in means] if metric == "kl_first" else means,
-                    yerr=None if metric == "kl_first" else spreads,
-                    fmt="s--",
-                    markersize=4,
-                    capsize=3,
-                    color=COLOURS[1],
-                    label="random masks, NR (mean, SD)",
-                )
-                rows += [
-                    (*group, metric, "random", w, digits(v), digits(s))
-                    for w, v, s in zip(cutoffs, means, spreads, strict=True)
-                ]
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(cutoffs, [f"{w:,}" for w in cutoffs])
-            _tidy(axes)
-            if metric == "accuracy":
-                axes.set_title(_label(group), fontsize=8)
-                axes.set_ylim(-0.03, 1.03)
-                axes.set_ylabel("mean score of the tasks" if column == 0 else "", fontsize=8)
-            else:
-                axes.set_yscale("log")
-                axes.set_ylabel("KL to dense, first token, nats" if column == 0 else "", fontsize=8)
-                axes.set_xlabel("cutoff $W_{max}$ in tokens", fontsize=8)
-    figure.suptitle(f"{model}: answers after compressed hits", fontsize=10, x=0.01, ha="left")
-    handles, labels = panels[0][0].get_legend_handles_labels()
+def _upper_panels(result: Result, panels: Sequence["Axes"], found: Sequence[Group]) -> None:
+    """Titles, labels and limits: panels in points share theirs."""
+    points = [p for p, g in zip(panels, found, strict=True) if answers(result, g)]
+    limits = [LEAST_RANGE, *(p.get_ylim() for p in points)]
+    before = ""
+    for axes, group in zip(panels, found, strict=True):
+        label = _score_label(result, group)
+        axes.set_title(_label(group), fontsize=8)
+        axes.set_ylabel(label if label != before else "", fontsize=8)
+        before = label
+        if axes in points:
+            axes.axhline(0.0, color=COLOURS[6], linewidth=0.8, zorder=0)
+            axes.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
+        else:
+            axes.set_ylim(-3, 103)
+        _tidy(axes)
+
+
+def _legend(figure: "Figure", axes: "Axes", columns: int) -> None:
+    handles, labels = axes.get_legend_handles_labels()
     figure.legend(
-        handles,
-        labels,
-        loc="outside lower center",
-        fontsize=8,
-        frameon=False,
-        ncols=2 * len(groups),
+        handles, labels, loc="outside lower center", fontsize=8, frameon=False, ncols=columns
     )
-    header = ("suite", "boundary", "tokens", "metric", "arm", "w_max", "value", "spread")
-    save_figure(figure, folder / "quality_cutoffs", header, rows)
 
 
-def _random(
-    result: Result,
-    summary: Mapping[tuple[Group, str], Result],
-    group: Group,
-    cutoffs: Sequence[int],
-    metric: str,
-) -> tuple[list[float], list[float]]:
-    """Mean and sample SD over the masks of each cutoff; empty where a mask is missing."""
-    means, spreads = [], []
-    for w_max in cutoffs:
-        names = _masks(result, w_max)
-        if not names or not all((group, name) in summary for name in names):
-            return [], []
-        values = [float(summary[group, name][metric]) for name in names]
-        mean = sum(values) / len(values)
-        means.append(mean)
-        squares = sum((v - mean) ** 2 for v in values)
-        spreads.append((squares / (len(values) - 1)) ** 0.5 if len(values) > 1 else 0.0)
-    return means, spreads
+def _cutoffs(result: Result, model: str, folder: Path, found: Sequence[Group]) -> None:
+    """Answers and KL of the first token against W_max, a column per suite, boundary and length."""
+    tested, known = cutoffs(result), rows(result)
+    figure = new_figure(3.3 * len(found) + 0.4, 5.4)
+    panels = figure.subplots(2, len(found), squeeze=False)
+    table: list[tuple[object, ...]] = []
+    for column, group in enumerate(found):
+        upper, lower = panels[0][column], panels[1][column]
+        table.append((*group, "dense", "", *_csv(result, group, "dense")))
+        for place, (policy, kind, label, colour, style) in enumerate(POLICIES):
+            names = [f"{policy}-{w}{kind}" for w in tested]
+            if not all((group, name) in known for name in names):
+                continue
+            beside = [w * 2 ** (0.07 * (place - 2)) for w in tested]  # else equal arms hide
+            values = [_upper(result, group, name) for name in names]
+            look = {"fmt": style, "markersize": 4, "linewidth": 1.0, "color": colour}
+            upper.errorbar(
+                beside,
+                [v.mean for v in values],
+                yerr=[v.spread or 0.0 for v in values],
+                capsize=2,
+                label=label,
+                **look,
+            )
+            kls = [max(float(known[group, name]["kl_first"]), KL_FLOOR) for name in names]
+            lower.errorbar(beside, kls, **look)
+            table += [
+                (*group, f"{policy}{kind}", w, *_csv(result, group, name))
+                for w, name in zip(tested, names, strict=True)
+            ]
+        drawn = {w: _upper_masks(result, group, w) for w in tested}
+        random = [(w, estimate) for w, estimate in drawn.items() if estimate is not None]
+        if random:
+            beside = [w * 2**0.14 for w, _ in random]
+            look = {"fmt": "s--", "markersize": 4, "linewidth": 1.0, "color": COLOURS[1]}
+            upper.errorbar(
+                beside,
+                [e.mean for _, e in random],
+                yerr=[e.spread or 0.0 for _, e in random],
+                capsize=3,
+                label="random masks, NR (mean, SD)",
+                **look,
+            )
+            kl = [over_masks(result, group, w, "kl_first") for w, _ in random]
+            lower.errorbar(beside, [max(e.mean, KL_FLOOR) for e in kl if e], **look)
+            table += [(*group, "random", w, *_csv_masks(result, group, w)) for w, _ in random]
+        for axes in (upper, lower):
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(tested, [f"{w:,}" for w in tested])
+            axes.minorticks_off()
+        lower.set_yscale("log")
+        lower.set_ylabel(KL_LABEL if column == 0 else "", fontsize=8)
+        lower.set_xlabel("cutoff $W_{max}$ in tokens", fontsize=8)
+        _tidy(lower)
+    _upper_panels(result, panels[0], found)
+    figure.suptitle(f"{model}: answers after compressed hits", fontsize=10, x=0.01, ha="left")
+    _legend(figure, panels[0][0], 2 * len(found))
+    header = ("suite", "boundary", "tokens", "arm", "w_max", *CSV)
+    save_figure(figure, folder / "quality_cutoffs", header, table)
 
 
-def _against_time(
-    model: str,
-    folder: Path,
-    summary: Mapping[tuple[Group, str], Result],
-    timed: Mapping[Group, Result],
-    cutoffs: Sequence[int],
-) -> None:
-    """Mean accuracy and KL against the median time to the first token of one request on an idle device."""
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+def _timed(result: Result) -> dict[Group, Result]:
+    return {(t["suite"], t["boundary"], t["tokens"]): t for t in result["ttft"]}
 
-    groups = [group for group in timed if (group, "dense") in summary]
-    figure = new_figure(3.3 * len(groups) + 0.4, 5.4)
-    panels = figure.subplots(2, len(groups), squeeze=False, sharex="col")
-    rows: list[tuple[object, ...]] = []
-    for column, group in enumerate(groups):
-        ttft = timed[group]
-        times = {name: 1e3 * found["median"] for name, found in ttft["seconds"].items()}
-        known = [name for name in times if (group, name) in summary]
-        for line, metric in enumerate(("accuracy", "kl_first")):
-            axes = panels[line][column]
-            values = {
-                name: max(float(summary[group, name][metric]), KL_FLOOR if line else 0.0)
-                for name in known
+
+def _against_time(result: Result, model: str, folder: Path, found: Sequence[Group]) -> None:
+    """Answers and KL against the time to the first token of one request on an idle device."""
+    from matplotlib.ticker import MaxNLocator
+
+    tested, known = cutoffs(result), rows(result)
+    figure = new_figure(3.3 * len(found) + 0.4, 5.4)
+    panels = figure.subplots(2, len(found), squeeze=False, sharex="col")
+    table: list[tuple[object, ...]] = []
+    for column, group in enumerate(found):
+        ttft = _timed(result)[group]
+        upper, lower = panels[0][column], panels[1][column]
+        arms = [(name, label, colour, marker) for name, label, colour, marker in SINGLE] + [
+            (f"{policy}-{w}{kind}", label if w == tested[0] else "", colour, style[0])
+            for policy, kind, label, colour, style in POLICIES
+            for w in tested
+        ]
+        for name, label, colour, marker in arms:
+            if name not in ttft["seconds"] or (group, name) not in known:
+                continue
+            times = {key: 1e3 * ttft["seconds"][name][key] for key in ("median", "p10", "p90")}
+            value = _upper(result, group, name)
+            look = {
+                "fmt": marker,
+                "color": colour,
+                "markersize": 6 if name in [single for single, *_ in SINGLE] else 4,
+                "elinewidth": 0.6,
+                "xerr": [[times["median"] - times["p10"]], [times["p90"] - times["median"]]],
             }
-            for name, label, colour, marker in SINGLE:
-                if name in values and (line == 0 or name != "dense"):
-                    axes.plot(times[name], values[name], marker, color=colour, label=label)
-            for policy, kind, label, colour, style in POLICIES:
-                names = [f"{policy}-{w}{kind}" for w in cutoffs]
-                if not all(name in values for name in names):
-                    continue
-                axes.plot(
-                    [times[name] for name in names],
-                    [values[name] for name in names],
-                    style,
-                    color=colour,
-                    markersize=4,
-                    linewidth=0.8,
-                    label=label,
+            upper.errorbar(times["median"], value.mean, label=label or None, **look)
+            kl = max(float(known[group, name]["kl_first"]), KL_FLOOR)
+            if name != "dense":
+                lower.errorbar(times["median"], kl, **look)
+            if name[3:].isdigit():
+                lower.annotate(
+                    name[3:],
+                    (times["median"], kl),
+                    fontsize=6,
+                    xytext=(5, 3),
+                    textcoords="offset points",
                 )
-                if policy == "wr" and not kind:
-                    for w, name in zip(cutoffs, names, strict=True):
-                        place = (times[name], values[name])
-                        axes.annotate(
-                            str(w), place, fontsize=6, xytext=(0, 5), textcoords="offset points"
-                        )
-            axes.set_xscale("log")
-            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-            axes.xaxis.set_minor_formatter(NullFormatter())
-            _tidy(axes)
-        panels[0][column].set_title(_label(group), fontsize=8)
-        panels[0][column].set_ylim(-0.03, 1.05)
-        panels[1][column].set_yscale("log")
-        panels[1][column].set_xlabel(
+            timing = [digits(times[key]) for key in ("median", "p10", "p90")]
+            table.append((*group, name, *timing, *_csv(result, group, name)))
+        lower.set_yscale("log")
+        lower.xaxis.set_major_locator(MaxNLocator(6))
+        lower.set_ylabel(KL_LABEL if column == 0 else "", fontsize=8)
+        lower.set_xlabel(
             f"time to the first token, ms ({ttft['prefix_tokens']:,} cached, {ttft['unseen_tokens']} unseen)",
             fontsize=7,
         )
-        rows += [
-            (
-                *group,
-                name,
-                digits(times[name]),
-                digits(summary[group, name]["accuracy"]),
-                digits(summary[group, name]["kl_first"]),
-            )
-            for name in known
-        ]
-    panels[0][0].set_ylabel("mean score of the tasks", fontsize=8)
-    panels[1][0].set_ylabel("KL to dense, first token, nats", fontsize=8)
+        _tidy(lower)
+    _upper_panels(result, panels[0], found)
     figure.suptitle(
-        f"{model}: answers against time of one request; numbers beside WR are $W_{{max}}$",
+        f"{model}: answers against time of one request (median, p10 to p90); numbers are $W_{{max}}$",
         fontsize=10,
         x=0.01,
         ha="left",
     )
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(
-        handles,
-        labels,
-        loc="outside lower center",
-        fontsize=8,
-        frameon=False,
-        ncols=2 * len(groups) + 1,
-    )
-    header = ("suite", "boundary", "tokens", "arm", "ttft_ms", "score", "kl_first")
-    save_figure(figure, folder / "quality_ttft", header, rows)
+    _legend(figure, panels[0][0], 2 * len(found) + 1)
+    header = ("suite", "boundary", "tokens", "arm", "ttft_ms", "ttft_p10_ms", "ttft_p90_ms", *CSV)
+    save_figure(figure, folder / "quality_ttft", header, table)
 
 
-def _formats(
-    result: Result,
-    model: str,
-    folder: Path,
-    summary: Mapping[tuple[Group, str], Result],
-    groups: Sequence[Group],
-) -> None:
-    """Score and KL of each format of the live state."""
+def _formats(result: Result, model: str, folder: Path, found: Sequence[Group]) -> None:
+    """Answers and KL of each format of the live state."""
     names = [a["arm"] for a in result["arms"] if a["state"] != "fp32"]
-    figure = new_figure(3.0 * len(groups) + 1.6, 0.5 + 2 * (0.26 * len(names) + 0.7))
-    panels = figure.subplots(2, len(groups), squeeze=False, sharey=True)
+    known = rows(result)
+    figure = new_figure(3.0 * len(found) + 1.6, 0.5 + 2 * (0.26 * len(names) + 0.7))
+    panels = figure.subplots(2, len(found), squeeze=False, sharey=True)
     places = list(range(len(names)))[::-1]
-    rows: list[tuple[object, ...]] = []
-    for column, group in enumerate(groups):
-        found = [summary[group, name] for name in names]
+    table: list[tuple[object, ...]] = []
+    for column, group in enumerate(found):
         score, kl = panels[0][column], panels[1][column]
-        dense = summary[group, "dense"]["accuracy"]
-        score.axvline(dense, color=COLOURS[6], linewidth=0.9)
+        values = [_upper(result, group, name) for name in names]
         score.errorbar(
-            [row["accuracy"] for row in found],
+            [v.mean for v in values],
             places,
-            xerr=[row["accuracy_se"] or 0.0 for row in found],
+            xerr=[v.spread or 0.0 for v in values],
             fmt="o",
             markersize=4,
             capsize=2,
             color=COLOURS[0],
         )
-        score.set_xlim(-0.03, 1.03)
-        score.set_xlabel("mean score (line: dense FP32)", fontsize=8)
+        if answers(result, group):
+            score.axvline(0.0, color=COLOURS[6], linewidth=0.9)
+            low, high = score.get_xlim()
+            score.set_xlim(min(low, LEAST_RANGE[0]), max(high, LEAST_RANGE[1]))
+        else:
+            score.set_xlim(-3, 103)
+        score.set_xlabel(_score_label(result, group), fontsize=8)
         score.set_title(_label(group), fontsize=8)
-        kl.plot([max(row["kl_first"], KL_FLOOR) for row in found], places, "o", color=COLOURS[1])
+        divergences = [max(float(known[group, name]["kl_first"]), KL_FLOOR) for name in names]
+        kl.plot(divergences, places, "o", markersize=4, color=COLOURS[1])
         kl.set_xscale("log")
-        kl.set_xlabel("KL to dense, first token, nats", fontsize=8)
+        kl.set_xlabel(KL_LABEL, fontsize=8)
         for axes in (score, kl):
             axes.set_yticks(places, names, fontsize=7)
             axes.grid(axis="x", linewidth=0.4, alpha=0.6)
             _tidy(axes)
-        rows.append((*group, "dense", "", digits(dense), "", "0"))
-        rows += [
-            (
-                *group,
-                name,
-                row["bytes"],
-                digits(row["accuracy"]),
-                "" if row["accuracy_se"] is None else digits(row["accuracy_se"]),
-                digits(row["kl_first"]),
-            )
-            for name, row in zip(names, found, strict=True)
-        ]
+        for name in ("dense", *names):
+            table.append((*group, name, known[group, name]["bytes"], *_csv(result, group, name)))
     figure.suptitle(
         f"{model}: live state in each format, through prefill and every decoded token",
         fontsize=10,
         x=0.01,
         ha="left",
     )
-    header = ("suite", "boundary", "tokens", "format", "bytes", "score", "score_se", "kl_first")
-    save_figure(figure, folder / "quality_formats", header, rows)
+    header = ("suite", "boundary", "tokens", "format", "bytes", *CSV)
+    save_figure(figure, folder / "quality_formats", header, table)

@@ -330,27 +330,34 @@ def test_figures_and_their_numbers(result: dict[str, Any], tmp_path: Path) -> No
         (r["suite"], r["boundary"], str(r["tokens"]), r["arm"]): r["accuracy"]
         for r in result["summary"]
     }
-    for row in table(tmp_path / "quality_cutoffs.csv"):
-        if row["metric"] == "accuracy" and row["arm"] == "nr":
-            key = (row["suite"], row["boundary"], row["tokens"], f"nr-{row['w_max']}")
-            assert math.isclose(float(row["value"]), summary[key], rel_tol=1e-8, abs_tol=1e-12)
+    found = [row for row in table(tmp_path / "quality_cutoffs.csv") if row["arm"] == "nr"]
+    assert len(found) == 2 * 3
+    for row in found:
+        group = (row["suite"], row["boundary"], row["tokens"])
+        score = summary[*group, f"nr-{row['w_max']}"]
+        assert math.isclose(float(row["score"]), score, rel_tol=1e-8, abs_tol=1e-12)
+        apart = score - summary[*group, "dense"]
+        assert math.isclose(float(row["minus_dense"]), apart, rel_tol=1e-8, abs_tol=1e-12)
 
 
 def test_tables_of_the_results(result: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import quality_findings
     import quality_tables
 
-    text = quality_tables.quality(result)
-    assert "| random-512 |" in text
-    assert "WR equals recomputation" in text
-    assert "| recall, 640, to the prompt |" in quality_tables.by_task(result)
+    assert "| random-512 |" in quality_tables.quality(result)
+    assert "| 512, own, to the prompt |" in quality_tables.against_masks(result)
+    assert "the standard error of one score" in quality_tables.by_task(result)
     assert "| bf16 |" in quality_tables.formats(result)
+    assert "`wr-512`" in quality_tables.windows({"tiny": result})
+    assert "Time to the first token" in quality_findings.hits({"tiny": result})
+    assert "Few writes" in quality_findings.formats({"tiny": result})
     twice = quality_tables.merged([result, result])
     assert len(twice["blocks"]) == 2 * len(result["blocks"])
     with pytest.raises(ValueError, match="other models or arms"):
         quality_tables.merged([result, {**result, "model": "other"}])
     dense = next(r for r in result["summary"] if r["arm"] == "dense" and r["suite"] == "ruler")
-    assert bool(quality_tables.untrained(result)) == (dense["accuracy"] < 0.1)
+    assert bool(quality_findings.untrained({"tiny": result})) == (dense["accuracy"] < 0.1)
 
 
 def test_suites_by_name() -> None:
