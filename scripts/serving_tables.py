@@ -57,7 +57,7 @@ def _row(name: str, point: Result) -> list[str]:
 
 
 def sweep(result: Result) -> str:
-    """Mean TTFT and token hit rate of every arm at every working set, at the first limit."""
+    """Mean TTFT and token hit rate of every arm at every working set, at the first limit; (n) where n seeds ran."""
     limit = result["points"][0]["limit"]
     points = [p for p in result["points"] if p["limit"] == limit]
     ratios = sorted({p["ratio"] for p in points})
@@ -72,7 +72,8 @@ def sweep(result: Result) -> str:
                 continue
             mean = point["mean"]
             hit = 100 * mean["hybridstate"]["token_hit_rate"]
-            cells.append(f"{mean['mean_ttft_ms'] / 1e3:.3f} s, {hit:.1f} %")
+            few = f" ({len(point['seeds'])})" if len(point["seeds"]) < result["seeds"] else ""
+            cells.append(f"{mean['mean_ttft_ms'] / 1e3:.3f} s, {hit:.1f} %{few}")
         rows.append([arm, *cells])
     return tables.markdown(["arm", *(f"ratio {ratio:g}" for ratio in ratios)], rows)
 
@@ -169,6 +170,12 @@ def conditions(result: Result) -> str:
         if result["simulated"]
         else f"measured on {result['device']['name']} ({result['dtype']})"
     )
+    each = [len(p["seeds"]) for p in (*result["points"], *result["control"]) if "mean" in p]
+    seeds = counted(result["seeds"], "seed")
+    if each and min(each) < result["seeds"]:
+        seeds = f"{min(each)} to {max(each)} seeds a point, as the tables say"
+    if result.get("continued"):
+        seeds += f"; earlier seeds ran at commits {', '.join(c[:7] for c in dict.fromkeys(result['continued']))}"
     placed = (
         f"; TP {profile['tp']}, placements {', '.join(profile['balances'])}"
         if profile["tp"] > 1
@@ -178,7 +185,7 @@ def conditions(result: Result) -> str:
         f"`{result['model']}`: {seconds}{placed}. Trace `{trace['name']}`: {trace['note']}. {profile['note']}. "
         f"{counted(result['clients'], 'client')}, think time {result['think_s']:g} s, budget {result['budget_scope']}, "
         f"policy {result['policy']}, working set {counted(result['working_set'], 'state')}, "
-        f"{counted(result['seeds'], 'seed')}."
+        f"{seeds}."
     )
 
 

@@ -63,7 +63,8 @@ def bench_serve(
         fit: fit the cost model on half of the points and predict the others.
         workers: processes, on CUDA one GPU each.
         deadline: seconds after which no run begins; what is missing is said.
-        resume: an earlier result of the same sweep, perhaps a partial one; its complete points are not run again.
+        resume: an earlier result of the same sweep, perhaps a partial one; its seeds are not run again, and points that
+            are not asked for stay.
         device: `auto`, `cpu` or `cuda`.
         dtype: of the weights: `auto`, `float32`, `bfloat16` or `float16`.
         progress: called with (stage, done, total).
@@ -159,7 +160,9 @@ def bench_serve(
             "simulated": False,
             "device": device_record(target),
         }
-        known = None if resume is None else read_earlier(resume, header, here.trace, options)
+        known = None
+        if resume is not None:
+            known, header["continued"] = read_earlier(resume, header, here.trace, options)
         pool = Workers(setting, here, workers, peers)
         open_until_the_end.callback(here.close)
         open_until_the_end.callback(pool.close)

@@ -23,9 +23,10 @@ from typing import Any, Final, Self
 import torch
 
 from hybridstate.bench.serve import Bench, Subject
+from hybridstate.bench.serving_points import Outcome
 from hybridstate.bench.serving_setup import trace_of
 from hybridstate.bench.serving_stats import statistics
-from hybridstate.bench.sweep import Job, Options, Outcome
+from hybridstate.bench.sweep import Job, Options
 from hybridstate.bench.traces import Trace, control_for, longest
 from hybridstate.errors import HybridStateError, NumericError, UsageError
 from hybridstate.runtime.parallel import Ranks, shard
@@ -108,6 +109,7 @@ class Worker:
     def serve(self, job: Job) -> Outcome:
         """The outcome."""
         case, options = job.case, self.setting.options
+        started = time.perf_counter()
         found = self._bench.serve(
             case.arm,
             job.pools,
@@ -123,6 +125,7 @@ class Worker:
             limit=case.limit,
             goal=options.goal,
         )
+        numbers["hybridstate"]["wall_s"] = time.perf_counter() - started
         return Outcome(numbers, found.cache.digest, found.outputs, found.operations, found.engine)
 
 

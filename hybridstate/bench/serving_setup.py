@@ -11,7 +11,8 @@ from hybridstate.errors import SourceError, UsageError, reading
 if TYPE_CHECKING:
     from hybridstate.bench.cost_model import CostModel
     from hybridstate.bench.serving_arms import Profile
-    from hybridstate.bench.sweep import Key, Options
+    from hybridstate.bench.serving_points import Key
+    from hybridstate.bench.sweep import Options
     from hybridstate.bench.traces import Encode, Trace
     from hybridstate.checkpoint import Checkpoint
 
@@ -222,19 +223,21 @@ def kv_token_bytes(config: Mapping[str, Any]) -> int:
 
 def read_earlier(
     path: Path, header: Mapping[str, Any], trace: "Trace", options: "Options"
-) -> "dict[Key, dict[str, Any]]":
-    """Points of an earlier `bench serve` that goes on.
+) -> "tuple[dict[Key, dict[str, Any]], list[str]]":
+    """Points of an earlier `bench serve` that goes on, and the commits that they ran at.
 
     Raises:
         SourceError: the file holds none.
         UsageError: it was another sweep, or ran on another kind of device.
     """
-    from hybridstate.bench.sweep import earlier
+    from hybridstate.bench.serving_points import earlier
 
     hint = "a document of `bench serve`, whole or partial"
     with reading(path, f"cannot read the points of {path.name}", hint=hint):
         document = json.loads(path.read_text(encoding="utf-8"))
+        commit = document.get("provenance", {}).get("commit") or "unknown"
         document = document.get("result", document)
+        commits = [*document.get("continued", ()), commit]
         same = ("model", "plan_digest", "scale", "dtype")
         wanted = {
             **{name: header[name] for name in same},
@@ -246,7 +249,7 @@ def read_earlier(
             "working_set": options.working_set,
         }
         document["device"] = document["device"]["name"]
-        return earlier(document, {**wanted, "device": header["device"]["name"]})
+        return earlier(document, {**wanted, "device": header["device"]["name"]}), commits
 
 
 def recorded_fit(

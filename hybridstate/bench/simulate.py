@@ -9,8 +9,9 @@ import numpy as np
 from hybridstate.bench.cost_model import CostModel, fit
 from hybridstate.bench.scheduler import Limits, Request, Run, Scheduler, Seconds
 from hybridstate.bench.serving_arms import WATERMARK, Arm, Profile
+from hybridstate.bench.serving_points import Outcome, hit_rate
 from hybridstate.bench.serving_stats import mean_over_seeds, statistics
-from hybridstate.bench.sweep import Job, Options, Outcome, Progress, Sweep, chosen_arms, hit_rate
+from hybridstate.bench.sweep import Job, Options, Progress, Sweep, chosen_arms
 from hybridstate.bench.traces import Trace, control_for
 from hybridstate.errors import SourceError
 from hybridstate.plan.capacity import State

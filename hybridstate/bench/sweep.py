@@ -16,9 +16,18 @@ import numpy as np
 
 from hybridstate.bench.scheduler import Limits
 from hybridstate.bench.serving_arms import Arm, Scope
-from hybridstate.bench.serving_stats import Goal, mean_over_seeds
+from hybridstate.bench.serving_points import (
+    TARGET_HIT,
+    Key,
+    Outcome,
+    compare,
+    hit_rate,
+    operating_point,
+    point_of,
+)
+from hybridstate.bench.serving_stats import Goal
 from hybridstate.bench.traces import Trace
-from hybridstate.errors import NumericError, UsageError
+from hybridstate.errors import UsageError
 from hybridstate.plan.placement import Balance
 from hybridstate.runtime.admission import Admission, Pools
 
@@ -33,7 +42,6 @@ LIMITS: Final = (32, 16, 8)
 DEFAULT_ARMS: Final = ("dense", "nr", "wr", "int8", "damp", "nr+int8", "damp+nr")
 """Kinds of arms; a cutoff follows where one belongs."""
 
-TARGET_HIT: Final = 0.5
 MOST_SLOTS: Final = 1_000_000
 """Dense slots of a point: more states than any of these traces leaves behind."""
 
@@ -127,30 +135,6 @@ class Job:
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a job found.
-
-    Attributes:
-        statistics: of `serving_stats`.
-        digest: of all reclamations.
-        outputs: digest of all replies, None where nothing was generated.
-        operations: rows for the cost model, None where nothing was measured.
-        engine: how steps ran, None likewise.
-        error: why there are no statistics, None where there are.
-    """
-
-    statistics: dict[str, Any]
-    digest: str
-    outputs: str | None = None
-    operations: dict[str, list[list[float]]] | None = None
-    engine: dict[str, Any] | None = None
-    error: str | None = None
-
-
-Key = tuple[str, float, int, bool]
-"""Arm, ratio, limit, and whether on the control."""
-
 Serve = Callable[[Sequence[Job]], Iterable[Outcome | None]]
 """Outcomes of jobs in their order; None for one that was not begun."""
 
@@ -166,7 +150,8 @@ class Sweep:
         serve: runs jobs.
         progress: called with (stage, done, total).
         record: receives the points so far whenever one is complete.
-        known: complete points of an earlier run, which are taken as they are (`earlier`).
+        known: points of an earlier run (`earlier`). Their seeds are not run again, and those that this sweep does not
+            ask for stay as they are.
 
     Raises:
         UsageError: an option is out of range.
@@ -218,6 +203,12 @@ class Sweep:
         self._found = {"points": points, "control": control}
         sweep = [Case(self.dense, ratio, first) for ratio in options.ratios]
         self._collect(sweep, points)
+        asked = {p["ratio"] for p in points}
+        points += [
+            dict(p)
+            for (arm, ratio, limit, of_control), p in self._known.items()
+            if (arm, limit, of_control) == (self.dense.name, first, False) and ratio not in asked
+        ]
         chosen = operating_point(points)
         operating = float(chosen["ratio"])
         hits = {f"{p['ratio']:g}": hit_rate(p) for p in points if "mean" in p}
@@ -238,37 +229,52 @@ class Sweep:
             self._collect([Case(arm, operating, first, True) for arm in every], control)
         limits = [Case(arm, operating, limit) for limit in options.limits[1:] for arm in every]
         self._collect(limits, points)
+        ran = {
+            (p["arm"], p["ratio"], p["limit"], c)
+            for c in (False, True)
+            for p in (points, control)[c]
+        }
+        for key, point in self._known.items():
+            if key not in ran:
+                (control if key[3] else points).append(dict(point))
+        compare(points)
+        compare(control)
         return self._found
 
     def _collect(self, cases: Sequence[Case], into: list[dict[str, Any]]) -> None:
         """Serve every seed of the cases and add a point for each."""
         prepared = [(case, *self._prepare(case)) for case in cases]
         old = [self._taken(case, head) for case, head, _ in prepared]
+        left = [
+            range(0 if known is None else len(known["seeds"]), self.options.seeds) for known in old
+        ]
         jobs = [
             Job(case, pools, seed)
-            for (case, _, pools), known in zip(prepared, old, strict=True)
-            if pools is not None and known is None
-            for seed in range(self.options.seeds)
+            for (case, _, pools), seeds in zip(prepared, left, strict=True)
+            if pools is not None
+            for seed in seeds
         ]
         outcomes = self._counted(self._serve(jobs))
-        for (_, head, pools), known in zip(prepared, old, strict=True):
-            if pools is None or known is not None:
+        for (_, head, pools), known, seeds in zip(prepared, old, left, strict=True):
+            if pools is None or not seeds:
                 into.append(known or head)
                 compare(into)
                 continue
-            found = [next(outcomes) for _ in range(self.options.seeds)]
-            into.append(_point(head, [outcome for outcome in found if outcome is not None]))
+            found = [next(outcomes) for _ in seeds]
+            into.append(
+                point_of(head, [outcome for outcome in found if outcome is not None], known)
+            )
             compare(into)
             self._record(self._found)
 
     def _taken(self, case: Case, head: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The complete point of an earlier run; None without one.
+        """The point of an earlier run with the seeds that it has; None without one.
 
         Raises:
             UsageError: it ran in other pools.
         """
         found = self._known.get((case.arm.name, case.ratio, case.limit, case.control))
-        if found is None or len(found.get("seeds", ())) < self.options.seeds:
+        if found is None or not found.get("seeds"):
             return None
         held = {"tp": 1, **found}  # what results without it ran with
         other = [name for name, value in head.items() if held.get(name) != value]
@@ -277,7 +283,7 @@ class Sweep:
                 f"the earlier run had another {', '.join(other)} for {case.arm.name}",
                 hint="resume with the same options on the same kind of device",
             )
-        self._done += self.options.seeds
+        self._done += min(self.options.seeds, len(found["seeds"]))
         return dict(found)
 
     def _counted(self, outcomes: Iterable[Outcome | None]) -> Iterator[Outcome | None]:
@@ -338,72 +344,6 @@ class Sweep:
         }
 
 
-def earlier(document: Mapping[str, Any], header: Mapping[str, Any]) -> dict[Key, dict[str, Any]]:
-    """Points of a document of the same sweep, for `known`.
-
-    Args:
-        document: the earlier result.
-        header: of the sweep that goes on; every entry has to be the same there.
-
-    Raises:
-        UsageError: it was another sweep.
-    """
-    other = [name for name, value in header.items() if document.get(name) != value]
-    if other:
-        raise UsageError(
-            f"the earlier run had another {', '.join(other)}",
-            hint="resume with the same options, model and trace",
-        )
-    return {
-        (p["arm"], p["ratio"], p["limit"], control): p
-        for control, points in ((False, "points"), (True, "control"))
-        for p in document[points]
-    }
-
-
-def _point(head: dict[str, Any], found: Sequence[Outcome]) -> dict[str, Any]:
-    """All seeds of one point; operations of the seeds one after the other."""
-    if not found:
-        return {**head, "skipped": f"{head['arm']}: not begun before the deadline"}
-    failed = [outcome.error for outcome in found if outcome.error is not None]
-    if failed:
-        return {**head, "skipped": f"{head['arm']}: {failed[0]}", "failed": True}
-    point = {
-        **head,
-        "reclamation_digests": [outcome.digest for outcome in found],
-        "mean": mean_over_seeds([outcome.statistics for outcome in found]),
-        "seeds": [outcome.statistics for outcome in found],
-    }
-    measured = [outcome.operations for outcome in found if outcome.operations is not None]
-    if measured:
-        kinds = dict.fromkeys(kind for rows in measured for kind in rows)
-        point["operations"] = {
-            kind: [row for rows in measured for row in rows.get(kind, [])] for kind in kinds
-        }
-        point["output_digests"] = [outcome.outputs for outcome in found]
-        point["mean_ttft_s"] = point["mean"]["mean_ttft_ms"] / 1e3
-        point["token_hit_rate"] = hit_rate(point)
-        point["engine"] = found[0].engine
-    return point
-
-
-def operating_point(points: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The dense point whose token hit rate is closest to one half; the smaller working set of two that are as close.
-
-    Raises:
-        NumericError: the dense arm failed everywhere.
-    """
-    failed = [point["skipped"] for point in points if point.get("failed")]
-    if failed and len(failed) == len(points):
-        raise NumericError(f"the dense arm failed at every point, first: {failed[0]}")
-    return min(points, key=lambda p: (abs(hit_rate(p) - TARGET_HIT), p["ratio"]))
-
-
-def hit_rate(point: Mapping[str, Any]) -> float:
-    """Mean token hit rate of a point over its seeds; -1 where nothing ran."""
-    return float(point["mean"]["hybridstate"]["token_hit_rate"]) if "mean" in point else -1.0
-
-
 def wanted(name: str, arms: Sequence[str]) -> bool:
     """Whether an arm's name, or its name without the cutoff and placement, is among `arms`."""
     plain = name.split(" ")[0]
@@ -426,20 +366,3 @@ def chosen_arms(every: Sequence[Arm], names: Sequence[str]) -> list[Arm]:
             hint=f"there are {', '.join(arm.name for arm in every)}",
         )
     return [arm for arm in every[1:] if wanted(arm.name, names)]
-
-
-def compare(points: Sequence[dict[str, Any]]) -> None:
-    """Add every point's change against the dense arm at the same ratio and limit."""
-    dense = {(p["ratio"], p["limit"]): p for p in points if p["arm"] == "dense" and "mean" in p}
-    for point in points:
-        base = dense.get((point["ratio"], point["limit"]))
-        if base is None or "mean" not in point:
-            continue
-        point["against_dense"] = {
-            name: point["mean"][key] / base["mean"][key] - 1 if base["mean"][key] else 0.0
-            for name, key in (
-                ("ttft", "mean_ttft_ms"),
-                ("e2e", "mean_e2e_latency_ms"),
-                ("tpot", "mean_tpot_ms"),
-            )
-        }

@@ -274,7 +274,7 @@ def test_a_run_goes_on_where_another_ended(
     told = {(p["arm"], p["ratio"]): "skipped" not in p for p in found["points"]}
     assert told == {(name, ratio): ratio < 1 for name, ratio in told}
     assert all("skipped" not in point for point in found["control"])
-    assert len(told) == 9
+    assert len(told) == 9 + 2  # two points of an arm that was not asked for stay
     with pytest.raises(UsageError, match="another scale, trace"):
         bench_serve(tiny_kda, **{**arguments, "scale": 2 * SCALE})
     with pytest.raises(UsageError, match="another think_s"):
@@ -283,6 +283,36 @@ def test_a_run_goes_on_where_another_ended(
     file.write_text(json.dumps(changed))
     with pytest.raises(UsageError, match="another slots_native for dense"):
         bench_serve(tiny_kda, ratios=(0.25,), **arguments)
+
+
+def test_a_run_goes_on_with_more_seeds_of_some_points(
+    tmp_path: Path, tiny_kda: Path, result: dict[str, Any]
+) -> None:
+    file = tmp_path / "serve.json"
+    file.write_text(json.dumps({"result": result, "provenance": {"commit": "abc"}}))
+    arguments = {**SMALL, "control": False, "seeds": 2, "resume": file}
+    found = bench_serve(tiny_kda, ratios=(0.25,), arms=("damp",), **arguments)
+    assert found["continued"] == ["abc"]
+    assert len(found["points"]) == len(result["points"])
+    assert found["control"] == result["control"]
+    for old in result["points"]:
+        (new,) = (
+            p for p in found["points"] if (p["arm"], p["ratio"]) == (old["arm"], old["ratio"])
+        )
+        chosen = old["ratio"] == found["operating_point"]["ratio"]
+        more = 2 if (old["arm"] in ("dense", "damp") and (old["ratio"] == 0.25 or chosen)) else 1
+        if old["arm"] == "dense" and old["ratio"] != 0.25:
+            more = 1
+        assert len(new["seeds"]) == len(new["output_digests"]) == more, old["arm"]
+        assert new["seeds"][0] == old["seeds"][0]
+        rates = [seed["hybridstate"]["token_hit_rate"] for seed in new["seeds"]]
+        assert new["token_hit_rate"] == pytest.approx(np.mean(rates))
+        assert len(new["operations"]["prefill"]) >= len(old["operations"]["prefill"])
+    alone = bench_serve(
+        tiny_kda, ratios=(0.25,), arms=(), **{**arguments, "seeds": 2, "resume": None}
+    )
+    theirs = next(p for p in found["points"] if (p["arm"], p["ratio"]) == ("dense", 0.25))
+    assert theirs["output_digests"] == alone["points"][0]["output_digests"]
 
 
 def test_command_writes_document_and_figures(tmp_path: Path, tiny_kda: Path) -> None:
