@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from hybridstate.kernels.pack_triton import _as_stored, _group_scale, _half, nearest_code
+from hybridstate.kernels.triton_update import _inner, _squares
 
 
 @triton.jit
@@ -120,13 +121,13 @@ def tokens_kernel(
             )
             value_next = tl.load(v + ahead * H * V + cols, in_cols, 0.0).to(tl.float32)
             strength_next = tl.load(beta + ahead * H).to(tl.float32)
-            qn = qf * (tl.rsqrt(tl.sum(qf * qf) + 1e-6) * (K**-0.5))
-            kn = kf * tl.rsqrt(tl.sum(kf * kf) + 1e-6)
+            qn = qf * (tl.rsqrt(_squares(qf) + 1e-6) * (K**-0.5))
+            kn = kf * tl.rsqrt(_squares(kf) + 1e-6)
             decay = tl.exp(gf)
             state = state * (decay[None, :] if KDA else decay)
-            delta = strength * (value - tl.sum(state * kn[None, :], 1))
+            delta = strength * (value - _inner(state, kn[None, :], 1))
             state = state + delta[:, None] * kn[None, :]
-            o = tl.sum(state * qn[None, :], 1)
+            o = _inner(state, qn[None, :], 1)
             tl.store(p_out + (b * T + t) * (H * V), o.to(out.dtype.element_ty), in_cols)
             qf, kf, gf = q_next, k_next, g_next
             value, strength = value_next, strength_next

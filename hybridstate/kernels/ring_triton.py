@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridstate.kernels.fusion import NO_FUSION, StepFusion
 from hybridstate.kernels.layout import PackedLayout
 from hybridstate.kernels.ring_reference import LEAST_LOG_DECAY, Ring
-from hybridstate.kernels.triton_update import _log_decay, _strength
+from hybridstate.kernels.triton_update import _inner, _log_decay, _squares, _strength
 
 # 1.5 * 2^23: adding it rounds to nearest even in the low bits
 ROUND = tl.constexpr(12582912.0)
@@ -108,6 +108,7 @@ def ring_kernel(
     """
     KLO: tl.constexpr = K - KHI
     G: tl.constexpr = (V + GROUP - 1) // GROUP
+    PAIRED: tl.constexpr = KHI == HP  # a lane reads 4 bytes or more of a column
     ROOM: tl.constexpr = EVERY - 1
     GATES: tl.constexpr = ROOM * K if KDA else EVERY
     bh = tl.program_id(0)
@@ -178,15 +179,17 @@ def ring_kernel(
         at = entry[:, None] * K + w[None, :] + KHI
         past = tl.load(p_gates + at, held[:, None] & in_lo[None, :], 0.0).to(tl.float32)
         a_lo = tl.exp(tl.sum(past, 0))
-    kn = tl.rsqrt(tl.sum(k_hi * k_hi) + tl.sum(k_lo * k_lo) + 1e-6)
-    qn = tl.rsqrt(tl.sum(q_hi * q_hi) + tl.sum(q_lo * q_lo) + 1e-6) * (K**-0.5)
+    kn = tl.rsqrt(_squares(k_hi) + _squares(k_lo) + 1e-6)
+    qn = tl.rsqrt(_squares(q_hi) + _squares(q_lo) + 1e-6) * (K**-0.5)
     k_hi *= kn
     k_lo *= kn
     q_hi *= qn
     q_lo *= qn
-    kq = tl.sum(k_hi * q_hi) + tl.sum(k_lo * q_lo)
-    k_scores = tl.sum(aged_hi * k_hi[None, :], 1) + tl.sum(aged_lo * k_lo[None, :], 1)
-    q_scores = tl.sum(aged_hi * q_hi[None, :], 1) + tl.sum(aged_lo * q_lo[None, :], 1)
+    kq = _inner(k_hi, q_hi, 0) + _inner(k_lo, q_lo, 0)
+    k_scores = _inner(aged_hi, k_hi[None, :], 1)
+    k_scores += _inner(aged_lo, k_lo[None, :], 1)
+    q_scores = _inner(aged_hi, q_hi[None, :], 1)
+    q_scores += _inner(aged_lo, q_lo[None, :], 1)
     key_hi = k_hi.to(ring_keys.dtype.element_ty)
     key_lo = k_lo.to(ring_keys.dtype.element_ty)
     full = (count >= ROOM) | FLUSH
@@ -206,10 +209,12 @@ def ring_kernel(
             past = tl.load(
                 p_values + entry[:, None] * V + cols[None, :], held[:, None] & live[None, :], 0.0
             ).to(tl.float32)
-            k_read = tl.sum(s_hi * k_hi[None, :], 1) + tl.sum(s_lo * k_lo[None, :], 1)
-            k_read += tl.sum(past * k_scores[:, None], 0)
-            q_read = tl.sum(s_hi * q_hi[None, :], 1) + tl.sum(s_lo * q_lo[None, :], 1)
-            q_read += tl.sum(past * q_scores[:, None], 0)
+            k_read = _inner(s_hi, k_hi[None, :], 1, PAIRED)
+            k_read += _inner(s_lo, k_lo[None, :], 1)
+            k_read += _inner(past, k_scores[:, None], 0)
+            q_read = _inner(s_hi, q_hi[None, :], 1, PAIRED)
+            q_read += _inner(s_lo, q_lo[None, :], 1)
+            q_read += _inner(past, q_scores[:, None], 0)
             value = tl.load(v + b * v_batch + h * V + cols, live, 0.0).to(tl.float32)
             c = tl.load(value_scale + h * V + cols, live, 1.0) if SCALED else 1.0
             delta = _strength(tl.load(beta).to(tl.float32), LOGIT) * (value / c - k_read)

@@ -25,6 +25,29 @@ SMALLEST = tl.constexpr(
     1e-35
 )  # a group below this is stored as zero, so that its reciprocal stays finite
 HALF_MAX = tl.constexpr(65504.0)
+TINY = tl.constexpr(2e-38)  # lost in any norm that has an epsilon
+
+
+@triton.jit
+def _squares(x):
+    """Sum of x^2 along the only axis, the same bits in every lane, as `_inner`; zeros added to squares are dropped."""
+    return tl.sum(x * x + TINY, 0)
+
+
+@triton.jit
+def _inner(x, y, AXIS: tl.constexpr, PAIRED: tl.constexpr = False):
+    """Sum of x * y along AXIS, the same bits in every lane that holds it. PAIRED: a lane loads neighbours along AXIS.
+
+    Lanes exchange their values and add. Where a lane holds one product, the compiler fuses it with that addition:
+    fma(a, b, round(c d)) in one lane, fma(c, d, round(a b)) in the other, which differ in the last bit, and which of
+    them is stored is undefined. Adding zero rounds the product first. More products than a warp has lanes need none:
+    a lane adds some of its own, or warps exchange through one lane each.
+    """
+    products = x * y
+    few: tl.constexpr = products.shape[AXIS] <= 32 and not (PAIRED and products.numel >= 256)
+    if few or products.numel <= 128:
+        products += 0.0
+    return tl.sum(products, AXIS)
 
 
 @triton.jit
@@ -116,6 +139,7 @@ def packed_kernel(
     group, FP16 rows, INT8 rows, rounded up to powers of two. GATE, LOWER, LOGIT: fusion.py."""
     KLO: tl.constexpr = K - KHI
     FRAGMENT: tl.constexpr = BLOCK > 0
+    PAIRED: tl.constexpr = KHI == HP  # a lane reads 4 bytes or more of a column
     G: tl.constexpr = (V + GROUP - 1) // GROUP
     group = tl.program_id(0) % G
     bh = tl.program_id(0) // G
@@ -162,26 +186,26 @@ def packed_kernel(
         q_hi, k_hi, a_hi = _vectors(
             q, k, g, a_log, dt_bias, key_index, u, in_hi, KDA, GATE, LOWER, INDEXED
         )
-        qq += tl.sum(q_hi * q_hi)
-        kk += tl.sum(k_hi * k_hi)
-        kq += tl.sum(k_hi * q_hi)
+        qq += _squares(q_hi)
+        kk += _squares(k_hi)
+        kq += _inner(k_hi, q_hi, 0)
         if FRAGMENT:
             at_hi = _fragment_offset(u, place, 2, BLOCK)
         else:
             at_hi = cols[:, None] * KHI + u[None, :]
         tile_hi = live[:, None] & in_hi[None, :]
         s_hi = tl.load(p_hi + at_hi, tile_hi, 0.0).to(tl.float32)
-        k_read += tl.sum(s_hi * (k_hi * a_hi)[None, :], 1)
-        q_read += tl.sum(s_hi * (q_hi * a_hi)[None, :], 1)
+        k_read += _inner(s_hi, (k_hi * a_hi)[None, :], 1, PAIRED)
+        q_read += _inner(s_hi, (q_hi * a_hi)[None, :], 1, PAIRED)
     if KLO > 0:
         w = tl.arange(0, LP)
         in_lo = w < KLO
         q_lo, k_lo, a_lo = _vectors(
             q, k, g, a_log, dt_bias, key_index, KHI + w, in_lo, KDA, GATE, LOWER, INDEXED
         )
-        qq += tl.sum(q_lo * q_lo)
-        kk += tl.sum(k_lo * k_lo)
-        kq += tl.sum(k_lo * q_lo)
+        qq += _squares(q_lo)
+        kk += _squares(k_lo)
+        kq += _inner(k_lo, q_lo, 0)
         if FRAGMENT:
             at_lo = _fragment_offset(w, place, 4, BLOCK)
             at_scale = w // 16 * (BLOCK // 2) + group * GROUP % BLOCK // 2 + w % 16
@@ -194,8 +218,8 @@ def packed_kernel(
         if FRAGMENT:
             codes = codes ^ -128  # stored as code + 128
         s_lo = codes.to(tl.float32)
-        k_read += tl.sum(s_lo * (k_lo * scale)[None, :], 1)
-        q_read += tl.sum(s_lo * (q_lo * scale)[None, :], 1)
+        k_read += _inner(s_lo, (k_lo * scale)[None, :], 1)
+        q_read += _inner(s_lo, (q_lo * scale)[None, :], 1)
     qn = tl.rsqrt(qq + 1e-6) * (K**-0.5)
     kn = tl.rsqrt(kk + 1e-6)
     delta = strength * (value / c - k_read * kn)
@@ -219,7 +243,7 @@ def packed_kernel(
         if FRAGMENT:
             rounded = rounded ^ -128
         # A delta that is not finite poisons its group's scales: NaN is never requantised into numbers.
-        poison = tl.sum(step * 0.0, 0)
+        poison = _inner(step, 0.0, 0)
         tl.store(p_scale + at_scale, tl.where(usable, largest / 127.0, 0.0) + poison, in_lo)
         tl.store(p_lo + at_lo, rounded, tile_lo)
 
@@ -271,12 +295,12 @@ def dense_kernel(
     value = tl.load(v + b * v_batch + h * v_head + cols, live, 0.0).to(tl.float32)
     c = tl.load(value_scale + h * V + cols, live, 1.0) if SCALED else 1.0
     strength = _strength(tl.load(beta + b * beta_batch + h).to(tl.float32), LOGIT)
-    q_rows = q_rows * (tl.rsqrt(tl.sum(q_rows * q_rows) + 1e-6) * (K**-0.5))
-    k_rows = k_rows * tl.rsqrt(tl.sum(k_rows * k_rows) + 1e-6)
+    q_rows = q_rows * (tl.rsqrt(_squares(q_rows) + 1e-6) * (K**-0.5))
+    k_rows = k_rows * tl.rsqrt(_squares(k_rows) + 1e-6)
     state = state * (a[:, None] if KDA else a)
-    delta = strength * (value / c - tl.sum(state * k_rows[:, None], 0))
+    delta = strength * (value / c - _inner(state, k_rows[:, None], 0))
     state = state + k_rows[:, None] * delta[None, :]
-    o = tl.sum(state * q_rows[:, None], 0) * c
+    o = _inner(state, q_rows[:, None], 0) * c
     tl.store(p_out, o.to(out.dtype.element_ty), live)
     if pool.dtype.element_ty == tl.float16:
         tl.store(p_state, _to_half(state, tile, saturated, COUNTED), tile)

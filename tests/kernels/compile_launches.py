@@ -3,8 +3,8 @@
 Triton's interpreter runs kernels as Python and takes what its compiler refuses: a name of two types, more shared
 memory than a processor has, a grid beyond the limits. Here the interpreter is off, a stand-in for the driver names
 Hopper and a launch ends where its kernel is compiled; outputs are never written, and inputs lie on the CPU. The types,
-strides and constants are those of the callers, for models in float32 and bfloat16. The assembler, half of the time,
-runs on request. Gluon kernels are compiled by `compile_offline` and `ring_offline`.
+strides and constants are those of the callers, for models in float32 and bfloat16, and for small states. The
+assembler, half of the time, runs on request. Gluon kernels are compiled by `compile_offline` and `ring_offline`.
 
 `python -m tests.kernels.compile_launches [--all] [--assemble] [--workers N] [NAME...]`: one line per group of launches,
 exit code 1 where a launch fails, a kernel of the package is in none of them, or one that models use lacks a data type.
@@ -44,7 +44,9 @@ from hybridstate.kernels.packed_rows import KeptRows, gather_packed, scatter_pac
 from hybridstate.kernels.ring_reference import Ring
 from hybridstate.kernels.ring_update import ring_flush, ring_step
 from hybridstate.kernels.update import dense_step, packed_step
+from tests.kernels import small_launches
 from tests.kernels import transfer_cases as transfer
+from tests.kernels.exchanges import fused_exchanges
 
 SHARED: Final = 232_448
 """Bytes of shared memory that a block may have on Hopper."""
@@ -98,6 +100,9 @@ def compiling(*, assemble: bool = False) -> Iterator[Launches]:
         except Exception as error:
             found.faults.append(f"{name}: {brief(error)}")
             return
+        if places := fused_exchanges(built.asm["ptx"]):
+            where = ", ".join(sorted(places))
+            found.faults.append(f"{name}: the lanes of a warp differ in a sum, {where}")
         shared, size = built.metadata.shared, tuple(grid)
         if shared > SHARED:
             found.faults.append(f"{name}: {shared} bytes of shared memory, at most {SHARED}")
@@ -390,6 +395,8 @@ def groups(*, every: bool = True) -> dict[str, tuple[str | None, Callable[[], No
         },
         "moves": (None, moves),
         "storing": (None, storing),
+        "small steps": (None, small_launches.steps),
+        "small rings": (None, small_launches.rings),
     }
 
 
@@ -416,16 +423,29 @@ def planted_memory_kernel(x, out, N, SIDE: tl.constexpr):
     tl.store(out + at, total)
 
 
+@triton.jit
+def planted_sum_kernel(x, out):
+    """One product in every lane."""
+    lane = tl.arange(0, 32)
+    tl.store(out, tl.sum(tl.load(x + lane) * tl.load(x + 32 + lane), 0))
+
+
 def planted() -> None:
     """One fault of each kind."""
     x = torch.empty(1024, 1024, dtype=torch.bfloat16)
     planted_type_kernel[(1,)](x, x, 32)
     planted_memory_kernel[(1,)](x, x, 64, 128, num_stages=8)
     planted_type_kernel[(1, 70_000)](x, x, 1)
+    planted_sum_kernel[(1,)](torch.empty(64), torch.empty(1))
 
 
 PLANT: Final = "planted faults"
-PLANTED: Final = ("planted_type_kernel: CompilationError", "bytes of shared memory", "a grid of")
+PLANTED: Final = (
+    "planted_type_kernel: CompilationError",
+    "bytes of shared memory",
+    "a grid of",
+    "the lanes of a warp differ",
+)
 
 
 # -- running -------------------------------------------------------------------------------------

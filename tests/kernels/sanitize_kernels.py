@@ -1,6 +1,7 @@
-"""A small run of every kernel, each compared with its twin, for `scripts/sanitize.sh`; `--plant` writes out of bounds.
+"""A small run of every kernel, each compared with its twin, for `scripts/sanitize.sh`.
 
-`--short` runs every kernel once, at one size.
+`--short` runs every kernel once, at one size; `--only TEXT...` those with a text in their name. `--plant` writes out of
+bounds, `--plant-race` lets lanes store different bits to one place of shared memory.
 
 Allocations go straight to the driver there (PYTORCH_NO_CUDA_MEMORY_CACHING=1), so that an access past a tensor is one
 past an allocation.
@@ -110,13 +111,31 @@ def stray(pointer, DISTANCE: tl.constexpr):
     tl.store(pointer + DISTANCE, 1.0)
 
 
+@triton.jit
+def race(x, y, out):
+    """A sum of one product a lane: rounded differently in each, and stored by all of them on its way to `out`."""
+    column = tl.arange(0, 8)
+    at = tl.program_id(0) * 128 + tl.arange(0, 16)[:, None] * 8 + column[None, :]
+    total = tl.sum(tl.load(x + at) * tl.load(y + at), 0)
+    tl.store(out + tl.program_id(0) * 8 + column, total)
+
+
 def main() -> int:
     """One line per kernel."""
-    if sys.argv[1:] == ["--plant"]:
-        stray[(1,)](torch.zeros(16, device="cuda"), DISTANCE=1 << 10)
+    option, names = (sys.argv[1:2] or [""])[0], sys.argv[2:]
+    if option.startswith("--plant"):
+        if option == "--plant":
+            stray[(1,)](torch.zeros(16, device="cuda"), DISTANCE=1 << 10)
+        else:
+            x, y = torch.randn(2, 64, 16, 8, device="cuda")
+            race[(64,)](x, y, torch.zeros(64, 8, device="cuda"), num_warps=1)
         torch.cuda.synchronize()
         return 0
-    chosen = [x for x in runs() if sys.argv[1:] != ["--short"] or x[0] in SHORT]
+    chosen = list(runs())
+    if option == "--short":
+        chosen = [x for x in chosen if x[0] in SHORT]
+    elif option == "--only":
+        chosen = [x for x in chosen if any(text in x[0] for text in names)]
     for name, run in chosen:
         run()
         torch.cuda.synchronize()
