@@ -25,13 +25,12 @@ SMALLEST = tl.constexpr(
     1e-35
 )  # a group below this is stored as zero, so that its reciprocal stays finite
 HALF_MAX = tl.constexpr(65504.0)
-TINY = tl.constexpr(2e-38)  # lost in any norm that has an epsilon
 
 
 @triton.jit
 def _squares(x):
-    """Sum of x^2 along the only axis, the same bits in every lane, as `_inner`; zeros added to squares are dropped."""
-    return tl.sum(x * x + TINY, 0)
+    """Sum of x^2 along the only axis, rounded as in `_inner`: the compiler drops zeros added to squares, not these."""
+    return -tl.sum(0.0 - x * x, 0)
 
 
 @triton.jit
@@ -40,8 +39,8 @@ def _inner(x, y, AXIS: tl.constexpr, PAIRED: tl.constexpr = False):
 
     Lanes exchange their values and add. Where a lane holds one product, the compiler fuses it with that addition:
     fma(a, b, round(c d)) in one lane, fma(c, d, round(a b)) in the other, which differ in the last bit, and which of
-    them is stored is undefined. Adding zero rounds the product first. More products than a warp has lanes need none:
-    a lane adds some of its own, or warps exchange through one lane each.
+    them is stored is undefined. Adding zero rounds the product first. Longer sums are left alone: there a lane adds
+    products of its own before.
     """
     products = x * y
     few: tl.constexpr = products.shape[AXIS] <= 32 and not (PAIRED and products.numel >= 256)
