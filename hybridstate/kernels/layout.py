@@ -16,6 +16,7 @@ fragment   K a multiple of 16, V of 32, both from 64 to 256, groups of 32, K_hi 
 `layout_id` names the order and everything that a kernel or a plan has to agree on.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -361,3 +362,12 @@ def _reorder(x: Tensor, axes: tuple[int, ...]) -> Tensor:
     """Permute the last axes, leaving the leading ones alone."""
     lead = x.dim() - len(axes)
     return x.permute(*range(lead), *(lead + axis for axis in axes))
+
+
+def all_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """Bool `[]`: whether every number is finite; a finite sum of magnitudes proves finite terms."""
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(tensor.dtype, []).append(tensor)
+    sums = [x for held in kinds.values() for x in torch._foreach_norm(held, 1, torch.float32)]
+    return torch.isfinite(torch.stack(sums)).all()

@@ -26,7 +26,7 @@ from hybridstate.defaults import GROUP
 from hybridstate.errors import NumericError, PlanMismatch, UsageError
 from hybridstate.families import LinearLayer, ModelSpec
 from hybridstate.kernels import ring_reference, ring_update
-from hybridstate.kernels.layout import DenseLayout, DenseOrder, PackedLayout
+from hybridstate.kernels.layout import DenseLayout, DenseOrder, PackedLayout, all_finite
 from hybridstate.kernels.pack import pack_states, unpack_states
 from hybridstate.kernels.ring_reference import LONGEST, Ring
 from hybridstate.kernels.transfer import Backend, copy_slots
@@ -308,12 +308,25 @@ class StatePool:
         Raises:
             NumericError: a state to pack is not finite.
         """
-        self.write_states(slots, states)
+        if self.state == "damp" and len(slots):
+            self._require_packable(states)
+        self.put(slots, states, conv)
+
+    def put(
+        self, slots: torch.Tensor, states: Sequence[torch.Tensor], conv: Sequence[torch.Tensor]
+    ) -> None:
+        """`write` of states that are known to be finite; nothing is read on the host, so it can be captured."""
+        self._store(slots, states)
         for tensor, window in zip(self.conv, conv, strict=True):
             tensor[slots] = window.to(self.conv_dtype)
 
     def write_states(self, slots: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
         """`write` without the windows."""
+        if self.state == "damp" and len(slots):
+            self._require_packable(states)
+        self._store(slots, states)
+
+    def _store(self, slots: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
         if self.state == "damp" and len(slots):
             self._pack(slots, states)
             self.empty_rings(slots)
@@ -338,18 +351,19 @@ class StatePool:
             ]
         return states, [tensor[slots] for tensor in self.conv]
 
+    def _require_packable(self, states: Sequence[torch.Tensor]) -> None:
+        """Refuse states that are not finite; `PackedLayout.pack` names the first number that is not."""
+        if not bool(all_finite(states)):
+            for layout, state in zip(self.layouts, states, strict=True):
+                layout.pack(state.float())
+
     def _pack(self, slots: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
-        """`write` of packed states."""
+        """`put` of packed states."""
         rows = torch.arange(len(slots), device=self.device)
         for first, pool in self._runs:
             layout = self.layouts[first]
             assert isinstance(layout, PackedLayout), "a damp pool has packed layouts"
             given = [_aligned(state) for state in states[first : first + pool.layers]]
-            # a finite sum proves finite terms; `PackedLayout.pack` names the first that is not
-            sums = torch.stack([state.sum() for state in given])
-            if not bool(torch.isfinite(sums).all()):
-                for state in given:
-                    layout.pack(state)
             pack_states(LayerSet.of(given), rows, pool, slots, layout, backend=self._backend)
 
     def _unpack(self, slots: torch.Tensor) -> list[torch.Tensor]:
@@ -364,18 +378,21 @@ class StatePool:
             found += into
         return found
 
+    def finite(self, slots: torch.Tensor) -> torch.Tensor:
+        """Bool `[]` on the device: whether all that these slots (at least one) hold is finite.
+
+        All layers together in few launches; without rings nothing is read on the host, so it can be captured.
+        """
+        states = self.read(slots)[0] if self.state == "damp" else [t[slots] for t in self.states]
+        return all_finite([*states, *(t[slots] for t in self.conv)])
+
     def require_finite(self, slots: torch.Tensor) -> None:
         """Refuse slots that hold NaN or infinity: a unit was missed, or the model produced it.
 
         Raises:
             NumericError: names the block, the slot and the head or convolution channel.
         """
-        # all layers together, in few launches and with one wait: a finite sum proves finite terms
-        packed = self.state == "damp" and len(slots) > 0
-        states = self.read(slots)[0] if packed else [t[slots] for t in self.states]
-        groups = (states, [t[slots] for t in self.conv])
-        sums = [x for held in groups for x in torch._foreach_norm(held, 1, torch.float32)]
-        if len(slots) == 0 or bool(torch.isfinite(torch.stack(sums)).all()):
+        if len(slots) == 0 or bool(self.finite(slots)):
             return
         for ordinal, layer in enumerate(self.spec.layers):
             stored = self.layouts[ordinal].unpack(self.states[ordinal][slots])
