@@ -334,15 +334,17 @@ class StatePool:
         for tensor, layout, state in zip(self.states, self.layouts, states, strict=True):
             tensor[slots] = layout.pack(state.float())
 
-    def read(self, slots: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def read(
+        self, slots: torch.Tensor, *, ask: bool = True
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """States as FP32 `[B, H, K, V]` and windows `[B, C, W - 1]` of the slots, as new tensors.
 
-        Rings are folded into what is returned, not into the slots.
+        Rings are folded into what is returned, not into the slots; to `ask` first whether they hold anything is a wait.
         """
         if self.state == "damp" and len(slots):
             states = self._unpack(slots)
             # every layer has run as many updates
-            if self.rings and bool(self.rings[0].phases[slots].any()):
+            if self.rings and (not ask or bool(self.rings[0].phases[slots].any())):
                 states = [self._folded(n, state, slots) for n, state in enumerate(states)]
         else:
             states = [

@@ -1,19 +1,18 @@
 """Prompts as captured steps: one graph for each of a few lengths that prompts are padded to.
 
 A prefill of a small model is bound by launches, like a decode step, and a cached prefix then saves nothing that a
-clock could see. A captured prompt has a fixed number of tokens. Which line it continues, behind how many tokens, and
-how many of its own count, are numbers on the device; states and windows come and go in tensors of their own. Tokens
-behind those that count write nowhere, see nothing and leave the states as they are.
+clock could see. A captured prompt has a fixed number of tokens. The slot and the line it continues, how many tokens
+they hold and how many of its own count are numbers on the device. Tokens behind those that count write nowhere, see
+nothing and leave the states as they are.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from hybridstate.errors import NumericError
+from hybridstate.kernels.layout import all_finite
 from hybridstate.runtime.kv import LineCache, line_layer_class
 from hybridstate.trajectories.cache import forward, new_cache
 from hybridstate.trajectories.graphs import Replay
@@ -24,22 +23,7 @@ if TYPE_CHECKING:
 SHORTEST: Final = 32
 """Tokens of the shortest captured prompt: a chunk of the recurrence."""
 _HEAD: Final = 8
-"""Integers before the tokens of a prompt: line, line written to, tokens held, tokens that count, every second one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prompted:
-    """What a prompt leaves, overwritten by the next one.
-
-    Attributes:
-        logits: `[vocabulary]` of the last token.
-        states: FP32 `[1, H, K, V]` per linear layer.
-        windows: `[C, W - 1]` per linear layer.
-    """
-
-    logits: Tensor
-    states: tuple[Tensor, ...]
-    windows: tuple[Tensor, ...]
+"""Integers before the tokens of a prompt: slot, line, tokens held, tokens that count, every second one."""
 
 
 def padded_lengths(longest: int) -> tuple[int, ...]:
@@ -69,14 +53,14 @@ class PromptSteps:
         self.sizes = padded_lengths(longest)
         self._inputs = torch.zeros(_HEAD + self.sizes[-1], dtype=torch.int64, device=device)
         layers = loaded.spec.layers
-        self._states = [
-            torch.zeros(1, n.value_heads, n.key_dim, n.value_dim, device=device) for n in layers
-        ]
-        self._windows = [
+        self._blank = [
             torch.zeros(n.conv_channels, n.conv_width - 1, dtype=loaded.dtype, device=device)
             for n in layers
         ]
-        self._found: dict[int, Prompted] = {}
+        self._outcome: dict[int, Tensor] = {}
+        """By length: the first token of the reply, and whether all states are finite."""
+        self._states: dict[int, list[Tensor]] = {}
+        """By length: states behind replayed tokens, in the pool's order."""
         self._replay = Replay(self._run, device)
 
     def takes(self, count: int, end: int) -> bool:
@@ -84,29 +68,37 @@ class PromptSteps:
         return self._replay.reason is None and count <= self.sizes[-1] and end <= self.lines.length
 
     @torch.no_grad()
-    def __call__(
-        self,
-        tokens: Tensor,
-        start: int,
-        line: int,
-        states: Sequence[Tensor] = (),
-        windows: Sequence[Tensor] = (),
-        *,
-        write: bool = True,
-    ) -> Prompted:
-        """Run tokens of a sequence whose first `start` tokens' keys and values lie in a line.
+    def __call__(self, tokens: Tensor, start: int, *, slot: int, line: int) -> int:
+        """Run tokens behind those that a slot and a line hold; the most likely next token.
 
         Args:
             tokens: int64 `[T]` on the host, at most the longest.
-            start: tokens before them.
-            line: of the lines.
-            states: FP32 `[1, H, K, V]` per linear layer before them; none for zeros.
-            windows: `[1, C, W - 1]` or `[C, W - 1]` per linear layer; none for zeros.
-            write: put their keys and values into the line; without, it holds them already.
+            start: tokens before them; at 0 the contents of the slot do not matter.
+            slot: of the pool; state and windows advance.
+            line: of the lines; takes their keys and values.
 
         Raises:
-            NumericError: no tokens, too many, or more than the line holds.
+            NumericError: no tokens, too many, more than the line holds, or a state to pack that is not finite.
         """
+        size = self._fill(tokens, start, slot, line)
+        self._replay((False, size))
+        token, finite = self._outcome[size].tolist()
+        if not finite and self.engine.pool.state == "damp":
+            raise NumericError(f"state to pack in slot {slot} is not finite")
+        return int(token)
+
+    @torch.no_grad()
+    def replayed(self, tokens: Tensor, start: int, line: int) -> list[Tensor]:
+        """States behind tokens from the zero state, FP32 `[1, H, K, V]` in the pool's order, until the next call.
+
+        The line holds their keys and values, and those of `start` tokens before them; it stays as it is.
+        """
+        size = self._fill(tokens, start, -1, line)
+        self._replay((True, size))
+        return self._states[size]
+
+    def _fill(self, tokens: Tensor, start: int, slot: int, line: int) -> int:
+        """Write the inputs; the length that the tokens are padded to."""
         count = len(tokens)
         if not 0 < count <= self.sizes[-1] or start + count > self.lines.length:
             raise NumericError(
@@ -114,47 +106,55 @@ class PromptSteps:
             )
         size = next(n for n in self.sizes if n >= count)
         values = torch.zeros(_HEAD + size, dtype=torch.int64)
-        values[:_HEAD:2] = torch.tensor([line, line if write else -1, start, count])
+        values[:_HEAD:2] = torch.tensor([slot, line, start, count])
         values[_HEAD : _HEAD + count] = tokens
         self._inputs[: len(values)].copy_(values)
-        for held, given in ((self._states, states), (self._windows, windows)):
-            if given:
-                torch._foreach_copy_(
-                    held, [x.view(y.shape) for x, y in zip(given, held, strict=True)]
-                )
-            else:
-                torch._foreach_zero_(held)
-        self._replay(size)
-        return self._found[size]
+        return size
 
-    def capture(self, line: int) -> None:
-        """Capture every length now rather than when it comes; overwrites a line that nobody uses."""
+    def capture(self, slot: int, line: int) -> None:
+        """Capture every length now rather than when it comes; overwrites a slot and a line that nobody uses."""
         for size in self.sizes:
             tokens = torch.zeros(min(size, self.lines.length), dtype=torch.int64)
-            while self._replay.reason is None and not self._replay.has(size):
-                self(tokens, 0, line)
+            while self._replay.reason is None and not self._replay.has((False, size)):
+                self(tokens, 0, slot=slot, line=line)
 
     def to_json(self) -> dict[str, Any]:
         """How prompts ran."""
         return self._replay.to_json()
 
-    def _run(self, size: Any) -> None:
-        """The step on `size` tokens of the inputs."""
-        loaded, modules = self.engine.loaded, self.engine.modules
-        line, target, start, count = (self._inputs[n : n + 1] for n in range(0, _HEAD, 2))
+    def _run(self, phase: Any) -> None:
+        """The step of (whether from zero and to nowhere, number of tokens) on the inputs."""
+        (again, size), engine = phase, self.engine
+        loaded, pool, orders = engine.loaded, engine.pool, engine.orders
+        slot, line, start, count = (self._inputs[n : n + 1] for n in range(0, _HEAD, 2))
         tokens = self._inputs[None, _HEAD : _HEAD + size]
         place = torch.arange(size, device=tokens.device)
-        counts = place < count
-        lines, targets = (torch.where(counts, x, -1) for x in (line, target))
+        lines = torch.where(place < count, line, -1)
         positions = start + place
+        windows = self._blank
+        states: list[Tensor | None] = [None] * len(orders)
+        if not again:
+            stored, held = pool.read(slot, ask=False)
+            fresh = start > 0
+            windows = [torch.where(fresh, x[0], 0.0) for x in held]
+            states = [
+                torch.where(fresh, o.model_states(s), 0.0)
+                for o, s in zip(orders, stored, strict=True)
+            ]
         past = new_cache(loaded)
         for block in self.lines.shapes:
             past.layers[block] = line_layer_class()(self.lines, block)
+        targets = torch.full_like(lines, -1) if again else lines
         with (
             self.lines.active(loaded, lines, positions, targets),
-            modules.prompt(self._windows, self._states, count) as after,
+            engine.modules.prompt(windows, states, count) as after,
         ):
             options = {"position_ids": positions[None], "logits_to_keep": count - 1}
             logits = forward(loaded, tokens, past, **options)[0, -1]
-        held = [after[layer.ordinal] for layer in loaded.spec.layers]
-        self._found[size] = Prompted(logits, tuple(s for _, s in held), tuple(w for w, _ in held))
+        found = [after[layer.ordinal] for layer in loaded.spec.layers]
+        ours = [o.states(state) for o, (_, state) in zip(orders, found, strict=True)]
+        if again:
+            self._states[size] = ours
+            return
+        pool.put(slot, ours, [window[None] for window, _ in found])
+        self._outcome[size] = torch.stack([logits.argmax(), all_finite(ours).long()])

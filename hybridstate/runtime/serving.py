@@ -238,12 +238,14 @@ class ServingEngine:
         slots = torch.tensor([live.slot], device=self._device)
         if self._audit and start:
             pool.require_finite(slots)
-        logits, states, conv = self._run_prompt(live, slots, stop)
-        orders = self.engine.orders
-        pool.write(slots, [o.states(s) for o, s in zip(orders, states, strict=True)], conv)
+        if self._prompts is not None and self._prompts.takes(stop - start, stop):
+            tokens = live.prompt[start:stop]
+            token = self._prompts(tokens, start, slot=live.slot, line=live.line)
+        else:
+            token = self._run_prompt(live, slots, stop)
         live.done = stop
         if stop == len(live.prompt):
-            live.output.append(int(logits.argmax()))
+            live.output.append(token)
         return stop - start
 
     def prefill(self, live: Live, end: int | None = None) -> None:
@@ -251,10 +253,10 @@ class ServingEngine:
         while self.prefill_chunk(live, end):
             pass
 
-    def capture_prompts(self) -> None:
-        """Capture prompts of every length before the first one comes; nothing without a GPU."""
+    def capture_prompts(self, slot: int) -> None:
+        """Capture prompts of every length before the first one comes, in a slot that nobody uses; only on a GPU."""
         if self._prompts is not None:
-            self._prompts.capture(self._spare[0])
+            self._prompts.capture(slot, self._spare[0])
 
     def decode_step(self, requests: Sequence[Live]) -> list[int]:
         """One token for each request; see `decode_steps`."""
@@ -322,16 +324,14 @@ class ServingEngine:
         """States of a prefix after its last `window` tokens from zero, in the pool's order (`tensor_store.Replay`)."""
         tokens, kv = torch.from_numpy(prefix.tokens.astype(np.int64)), joined_keys(prefix.kv)
         prompts, count = self._prompts, min(window, len(tokens))
-        states: Sequence[Tensor]
         if prompts is not None and prompts.takes(count, len(tokens)):
             rows = torch.tensor(self._spare, device=self._device)
             for block, pair in kv.items():
                 self.lines.write(block, rows, 0, *pair)
             start = len(tokens) - count
-            states = prompts(tokens[start:], start, self._spare[0], write=False).states
-        else:
-            whole = restore.Prefix(tokens[None].to(self._device), (), (), kv)
-            states = restore.replay(self.engine.loaded, whole, window, self.engine.modules)
+            return tuple(prompts.replayed(tokens[start:], start, self._spare[0]))
+        whole = restore.Prefix(tokens[None].to(self._device), (), (), kv)
+        states = restore.replay(self.engine.loaded, whole, window, self.engine.modules)
         return tuple(o.states(s) for o, s in zip(self.engine.orders, states, strict=True))
 
     def to_json(self) -> dict[str, Any]:
@@ -361,21 +361,16 @@ class ServingEngine:
         batch.tokens.copy_(batch.step(batch.tokens).argmax(-1, keepdim=True))
 
     @torch.no_grad()
-    def _run_prompt(
-        self, live: Live, slots: Tensor, stop: int
-    ) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]:
-        """Logits of the last token, states in model order and windows at `stop`; keys and values lie in the line."""
+    def _run_prompt(self, live: Live, slots: Tensor, stop: int) -> int:
+        """Advance slot and line to `stop`; the most likely next token."""
         loaded, modules, start = self.engine.loaded, self.engine.modules, live.done
+        pool, orders = self.engine.pool, self.engine.orders
         tokens = live.prompt[start:stop]
         states: list[Tensor] = []
         conv: list[Tensor] = []
         if start:
-            stored, conv = self.engine.pool.read(slots)
-            orders = self.engine.orders
+            stored, conv = pool.read(slots)
             states = [o.model_states(s) for o, s in zip(orders, stored, strict=True)]
-        if self._prompts is not None and self._prompts.takes(len(tokens), stop):
-            found = self._prompts(tokens, start, live.line, states, conv)
-            return found.logits, found.states, [w[None] for w in found.windows]
         kv = self.lines.read(live.line, start) if start else {}
         past = restore.resume(loaded, kv, *(([], []) if modules.prompts else (states, conv)))
         if modules.prompts:
@@ -396,7 +391,8 @@ class ServingEngine:
             self.lines.write(
                 block, rows, start, new.keys[:, :, start:stop], new.values[:, :, start:stop]
             )
-        return logits[0, -1], states, conv
+        pool.write(slots, [o.states(s) for o, s in zip(orders, states, strict=True)], conv)
+        return int(logits[0, -1].argmax())
 
     def _clear(self, slot: int) -> None:
         pool, device = self.engine.pool, self._device

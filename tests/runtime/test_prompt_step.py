@@ -34,8 +34,10 @@ def prompt(length: int, seed: int = 0) -> np.ndarray:
 
 def server(loaded: LoadedModel, *, padded: bool, state: str = "fp32") -> ServingEngine:
     """A server whose prompts are padded, or not, wherever it runs."""
+    every = 4 if state == "ring" else 1
+    state = "damp" if state == "ring" else state
     k_hi = 4 if state == "damp" else None
-    engine = DecodeEngine(loaded, state=state, slots=4, k_hi=k_hi)
+    engine = DecodeEngine(loaded, state=state, slots=4, k_hi=k_hi, requantise_every=every)
     made = ServingEngine(engine, running=3, length=LENGTH, sizes=(3,), chunk=50)
     if made._prompts is None and padded:
         made._spare = made.lines.alloc(1) or []
@@ -59,7 +61,7 @@ def test_lengths_cover_every_prompt() -> None:
         assert list(padded_lengths(longest)) == sorted(set(padded_lengths(longest)))
 
 
-@pytest.mark.parametrize("state", ["fp32", "damp"])
+@pytest.mark.parametrize("state", ["fp32", "bf16", "damp", "ring"])
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 83])
 def test_a_padded_prompt_leaves_what_the_prompt_leaves(
     loaded: LoadedModel, length: int, state: str
@@ -86,8 +88,8 @@ def test_a_padded_prompt_leaves_what_the_prompt_leaves(
     pairs = list(zip([*states, *windows], [*expected[0], *expected[1]], strict=True))
     for block, pair in keys.items():
         pairs += zip(pair, expected[2][block], strict=True)
-    # packed, a rounding flips; norms magnify the roundings of the first tokens, whose states hold next to nothing
-    bound = 1e-2 if state == "damp" else 1e-5 if length > 2 else 5e-5
+    # in fewer bits a rounding flips; norms magnify the roundings of the first tokens, whose states hold next to nothing
+    bound = 1e-2 if state != "fp32" else 1e-5 if length > 2 else 5e-5
     for ours, theirs in pairs:
         assert relative_rms(ours, theirs) < bound
     assert output == expected[3]
@@ -112,25 +114,41 @@ def test_a_replayed_window_writes_nothing(loaded: LoadedModel) -> None:
             assert_within(a, b, "replay-logits-f32")
 
 
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_state_that_is_not_finite_is_refused(loaded: LoadedModel, every: int) -> None:
+    """Behind a cached prefix, in a packed pool, with a ring too."""
+    engine = DecodeEngine(loaded, state="damp", slots=4, k_hi=4, requantise_every=every)
+    made = ServingEngine(engine, running=3, length=LENGTH, sizes=(3,), chunk=50)
+    made._spare = made.lines.alloc(1) or []
+    made._prompts = PromptSteps(engine, made.lines, 50)
+    live = made.admit(prompt(20))
+    assert live is not None
+    made.prefill_chunk(live, 10)
+    engine.pool.conv[0][live.slot] = float("nan")
+    with pytest.raises(NumericError, match=f"state to pack in slot {live.slot} is not finite"):
+        made.prefill_chunk(live)
+
+
 def test_prompts_that_do_not_fit_are_refused(loaded: LoadedModel) -> None:
     made = server(loaded, padded=True)
     steps = made._prompts
     assert steps is not None
     with pytest.raises(NumericError, match="behind 80"):
-        steps(torch.arange(20), 80, 0)
+        steps(torch.arange(20), 80, slot=0, line=0)
     with pytest.raises(NumericError, match="0 tokens"):
-        steps(torch.arange(0), 0, 0)
+        steps(torch.arange(0), 0, slot=0, line=0)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("state", ["fp32", "damp"])
 @pytest.mark.parametrize("model", sorted(MODELS))
-def test_captured_prompts_equal_eager_ones_on_a_gpu(model: str, tmp_path: Path) -> None:
+def test_captured_prompts_equal_eager_ones_on_a_gpu(model: str, state: str, tmp_path: Path) -> None:
     """The same requests twice: while prompts are captured, and from graphs alone."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     name, changes = MODELS[model]
     loaded = dummy_model(small(tmp_path / model, name, **changes), device="cuda")
-    whole = server(loaded, padded=True)
-    plain = server(loaded, padded=False)
+    whole = server(loaded, padded=True, state=state)
+    plain = server(loaded, padded=False, state=state)
     assert whole._prompts is not None, whole.engine.modules.refused.reasons
     for number in range(3):
         for length in (1, 17, 33, 50, 83, 90):
@@ -144,8 +162,11 @@ def test_captured_prompts_equal_eager_ones_on_a_gpu(model: str, tmp_path: Path) 
                 states[-1] += [x.nan_to_num() for x in made.lines.read(live.line, length)[3]]
                 made.finish(live)
             for ours, theirs in zip(*states, strict=True):
-                assert_within(ours, theirs, "replay-logits-f32")
-        whole.capture_prompts()
+                assert relative_rms(ours, theirs) < (5e-5 if state == "fp32" else 1e-2)
+        free = whole.engine.pool.alloc(1)
+        assert free is not None
+        whole.capture_prompts(int(free[0]))
+        whole.engine.pool.free(free)
     ran = whole.to_json()["prompts"]
     graphs = len(whole._prompts.sizes)
     assert ran == {"mode": "cuda-graph", "reason": None, "graphs": graphs}
