@@ -239,6 +239,10 @@ class Sweep:
                 (control if key[3] else points).append(dict(point))
         compare(points)
         compare(control)
+        # an earlier run may have had more
+        self._found["seeds"] = max(
+            [options.seeds, *(len(p["seeds"]) for p in (*points, *control) if "mean" in p)]
+        )
         return self._found
 
     def _collect(self, cases: Sequence[Case], into: list[dict[str, Any]]) -> None:

@@ -308,6 +308,9 @@ def test_a_run_goes_on_with_more_seeds_of_some_points(
         rates = [seed["hybridstate"]["token_hit_rate"] for seed in new["seeds"]]
         assert new["token_hit_rate"] == pytest.approx(np.mean(rates))
         assert len(new["operations"]["prefill"]) >= len(old["operations"]["prefill"])
+    file.write_text(json.dumps({"result": found}))
+    fewer = bench_serve(tiny_kda, ratios=(0.25,), arms=("damp",), **{**arguments, "seeds": 1})
+    assert (found["seeds"], fewer["seeds"], fewer["points"]) == (2, 2, found["points"])
     alone = bench_serve(
         tiny_kda, ratios=(0.25,), arms=(), **{**arguments, "seeds": 2, "resume": None}
     )
