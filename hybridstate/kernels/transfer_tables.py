@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 import torch
@@ -53,6 +54,15 @@ class LayerSet:
                 )
             starts.append(distance // ALIGNMENT)
         return cls(tuple(tensors), torch.tensor(starts, dtype=torch.int64, device=first.device))
+
+    @classmethod
+    def fresh(cls, layers: int, shape: Sequence[int], device: torch.device | str) -> "LayerSet":
+        """New float32 tensors in one block; nothing comes from the host, so this may lie inside a capture."""
+        size = prod(shape)
+        step = max(-(-4 * size // ALIGNMENT), 1)
+        block = torch.empty((layers, step * ALIGNMENT // 4), device=device)
+        table = torch.arange(layers, dtype=torch.int64, device=device) * step
+        return cls(tuple(row[:size].view(*shape) for row in block), table)
 
     @property
     def layers(self) -> int:

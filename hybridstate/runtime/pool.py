@@ -30,7 +30,7 @@ from hybridstate.kernels.layout import DenseLayout, DenseOrder, PackedLayout, al
 from hybridstate.kernels.pack import pack_states, unpack_states
 from hybridstate.kernels.ring_reference import LONGEST, Ring
 from hybridstate.kernels.transfer import Backend, copy_slots
-from hybridstate.kernels.transfer_tables import ALIGNMENT, LayerSet
+from hybridstate.kernels.transfer_tables import LayerSet
 from hybridstate.quant.ring import ring_bits
 
 StateFormat = Literal["fp32", "bf16", "fp16", "damp"]
@@ -132,8 +132,8 @@ class StatePool:
         """Of each layer; none where every update writes."""
         self._free = list(range(slots))
         self._backend: Backend = "auto"
-        self._runs = _runs_of_alike(self.states)
-        self._conv_runs = _runs_of_alike(self.conv)
+        self._runs = runs_of_alike(self.states)
+        self.conv_runs = runs_of_alike(self.conv)
         self.poison(range(slots))
         assert self.held_bytes == self.nbytes, f"{self.held_bytes} bytes, accounted {self.nbytes}"
 
@@ -274,7 +274,7 @@ class StatePool:
 
         Bit for bit, except that what a ring holds is folded into the copy: the bytes are those of `fold` at the source.
         """
-        for _, layers in (*self._runs, *self._conv_runs):
+        for _, layers in (*self._runs, *self.conv_runs):
             copy_slots(layers, source, layers, target, backend=self._backend)
         for ring in self.rings:
             ring.copy(source, target)
@@ -365,19 +365,22 @@ class StatePool:
         for first, pool in self._runs:
             layout = self.layouts[first]
             assert isinstance(layout, PackedLayout), "a damp pool has packed layouts"
-            given = [_aligned(state) for state in states[first : first + pool.layers]]
-            pack_states(LayerSet.of(given), rows, pool, slots, layout, backend=self._backend)
+            given = states[first : first + pool.layers]
+            dense = LayerSet.fresh(pool.layers, given[0].shape, self.device)
+            torch._foreach_copy_(list(dense.tensors), list(given))
+            pack_states(dense, rows, pool, slots, layout, backend=self._backend)
 
     def _unpack(self, slots: torch.Tensor) -> list[torch.Tensor]:
         """`read` of packed states."""
-        rows, found = torch.arange(len(slots), device=self.device), []
+        rows = torch.arange(len(slots), device=self.device)
+        found: list[torch.Tensor] = []
         for first, pool in self._runs:
             layout = self.layouts[first]
             assert isinstance(layout, PackedLayout), "a damp pool has packed layouts"
             shape = (len(slots), pool.first.shape[1], layout.key_dim, layout.value_dim)
-            into = [torch.empty(shape, device=self.device) for _ in pool.tensors]
-            unpack_states(pool, slots, LayerSet.of(into), rows, layout, backend=self._backend)
-            found += into
+            into = LayerSet.fresh(pool.layers, shape, self.device)
+            unpack_states(pool, slots, into, rows, layout, backend=self._backend)
+            found += into.tensors
         return found
 
     def finite(self, slots: torch.Tensor) -> torch.Tensor:
@@ -418,7 +421,7 @@ class StatePool:
                 )
 
 
-def _runs_of_alike(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, LayerSet], ...]:
+def runs_of_alike(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, LayerSet], ...]:
     """Consecutive layers whose tensors one launch can address, each run with its first layer."""
     runs: list[list[torch.Tensor]] = []
     for tensor in tensors:
@@ -428,12 +431,6 @@ def _runs_of_alike(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, LayerSet
             runs.append([tensor])
     starts = [sum(map(len, runs[:n])) for n in range(len(runs))]
     return tuple((start, LayerSet.of(run)) for start, run in zip(starts, runs, strict=True))
-
-
-def _aligned(state: torch.Tensor) -> torch.Tensor:
-    """FP32, contiguous, and where a launch over several layers can address it."""
-    state = state.float().contiguous()
-    return state if state.data_ptr() % ALIGNMENT == 0 else state.clone()
 
 
 def _packed_layout(layer: LinearLayer, k_hi: int | None, every: int) -> PackedLayout:
