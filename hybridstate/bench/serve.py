@@ -320,7 +320,7 @@ class Bench:
     def _warm(self, serving: ServingEngine, store: TensorStore, packed: int) -> None:
         """Run everything once: kernels are compiled and steps captured before the clock starts."""
         wanted = self._running if self._gpu else 1
-        serving.capture_prompts(RESERVED)
+        serving.capture_prompts(RESERVED, store.window, self.subject.ranks.fewest)
         live = []
         for number in range(wanted):
             tokens = np.arange(1, 1 + WARM_TOKENS[number % len(WARM_TOKENS)], dtype=np.int32)

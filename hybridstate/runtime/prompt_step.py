@@ -6,6 +6,8 @@ they hold and how many of its own count are numbers on the device. Tokens behind
 nothing and leave the states as they are.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -111,12 +113,31 @@ class PromptSteps:
         self._inputs[: len(values)].copy_(values)
         return size
 
-    def capture(self, slot: int, line: int) -> None:
-        """Capture every length now rather than when it comes; overwrites a slot and a line that nobody uses."""
+    def capture(
+        self, slot: int, line: int, window: int = 0, fewest: Callable[[int], int] = int
+    ) -> None:
+        """Capture every length now rather than when it comes; overwrites a slot and a line that nobody uses.
+
+        Args:
+            slot, line: as they say.
+            window: tokens of the longest replay; replays of no more are captured too.
+            fewest: the smallest of all ranks' numbers. Where one rank captures nothing, none does: a rank whose prompts
+                have their own length would wait for others whose prompts are padded.
+        """
+
+        def until(phase: tuple[bool, int], run: Callable[[], object]) -> None:
+            while fewest(int(self._replay.reason is None and not self._replay.has(phase))):
+                run()
+
+        below = 0
         for size in self.sizes:
             tokens = torch.zeros(min(size, self.lines.length), dtype=torch.int64)
-            while self._replay.reason is None and not self._replay.has((False, size)):
-                self(tokens, 0, slot=slot, line=line)
+            until((False, size), partial(self, tokens, 0, slot=slot, line=line))
+            if below < window:  # its keys and values are those that the prompt has just written
+                until((True, size), partial(self.replayed, tokens, 0, line))
+            below = size
+        if not fewest(int(self._replay.reason is None)):
+            self._replay.reason = self._replay.reason or "another rank captures none"
 
     def to_json(self) -> dict[str, Any]:
         """How prompts ran."""

@@ -253,10 +253,15 @@ class ServingEngine:
         while self.prefill_chunk(live, end):
             pass
 
-    def capture_prompts(self, slot: int) -> None:
-        """Capture prompts of every length before the first one comes, in a slot that nobody uses; only on a GPU."""
+    def capture_prompts(
+        self, slot: int, window: int = 0, fewest: Callable[[int], int] = int
+    ) -> None:
+        """Capture prompts of every length, and replays of up to `window` tokens, before the first one comes.
+
+        In a slot that nobody uses, and only on a GPU; `fewest` as in `PromptSteps.capture`.
+        """
         if self._prompts is not None:
-            self._prompts.capture(slot, self._spare[0])
+            self._prompts.capture(slot, self._spare[0], window, fewest)
 
     def decode_step(self, requests: Sequence[Live]) -> list[int]:
         """One token for each request; see `decode_steps`."""

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridstate.errors import NumericError
 from hybridstate.runtime.engine import DecodeEngine
@@ -137,6 +139,114 @@ def test_prompts_that_do_not_fit_are_refused(loaded: LoadedModel) -> None:
         steps(torch.arange(20), 80, slot=0, line=0)
     with pytest.raises(NumericError, match="0 tokens"):
         steps(torch.arange(0), 0, slot=0, line=0)
+
+
+class HostGuard(TorchDispatchMode):
+    """Notes what no capture allows: numbers read on the host, and tensors made from numbers of the host."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, _types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = str(func)
+        bad = ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "aten.equal")
+        by_mask = name.startswith(("aten.index.", "aten.index_put")) and any(
+            x is not None and x.dtype is torch.bool for x in args[1]
+        )
+        if by_mask or any(part in name for part in bad):
+            self.found.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("state", ["fp32", "bf16", "fp16", "damp", "ring"])
+def test_a_prompt_asks_the_host_nothing(
+    loaded: LoadedModel, state: str, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twins that select by masks stand aside; on a GPU one launch each takes their place."""
+    made = server(loaded, padded=True, state=state)
+    steps = made._prompts
+    assert steps is not None
+    steps(torch.arange(3, 43), 0, slot=1, line=0)
+    steps._fill(torch.arange(3, 23), 40, 1, 0)
+    monkeypatch.setattr("hybridstate.runtime.pool.pack_states", lambda *_a, **_k: None)
+    monkeypatch.setattr("hybridstate.runtime.pool.unpack_states", lambda *_a, **_k: None)
+    monkeypatch.setattr("hybridstate.kernels.attention.append_reference", lambda *_a: None)
+    with torch.no_grad(), HostGuard() as guard:
+        steps._run((again, 48))
+    assert guard.found == set()
+
+
+class FakeReplay:
+    """Captures a phase at its second call, or fails at a phase of its own."""
+
+    def __init__(self, fails: object = None) -> None:
+        self.reason: str | None = None
+        self.calls: list[object] = []
+        self._fails = fails
+
+    def __call__(self, phase: object) -> None:
+        self.calls.append(phase)
+        if phase == self._fails and self.calls.count(phase) == 2:
+            self.reason = "refused"
+
+    def has(self, phase: object) -> bool:
+        return self.reason is None and self.calls.count(phase) > 1
+
+
+def captured(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, *given: Any
+) -> tuple[PromptSteps, FakeReplay]:
+    """Steps and the replay that counts their captures; `given`: phase that fails, replay window, numbers of the ranks."""
+    fails, window, *fewest = given
+    made = server(loaded, padded=True)
+    steps = made._prompts
+    assert steps is not None
+    replay = FakeReplay(fails)
+    monkeypatch.setattr(steps, "_replay", replay)
+    for size in steps.sizes:
+        steps._outcome[size], steps._states[size] = torch.tensor([0, 1]), []
+    made.capture_prompts(1, window, *fewest)
+    return steps, replay
+
+
+@pytest.mark.parametrize("window", [0, 1, 32, 33, 500])
+def test_replays_are_captured_before_the_clock_starts(
+    loaded: LoadedModel, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every length that a replay of so many tokens, or fewer, is padded to, and no other."""
+    steps, replay = captured(loaded, monkeypatch, None, window)
+    needed = {
+        next(size for size in steps.sizes if size >= n)
+        for n in range(1, min(window, steps.sizes[-1]) + 1)
+    }
+    for size in steps.sizes:
+        assert replay.has((False, size))
+        assert replay.has((True, size)) == (size in needed)
+
+
+def test_ranks_capture_together_or_not_at_all(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that fails in the middle; the other stops at the same call and pads no prompt from then on."""
+    monkeypatch.undo()
+    asked: list[int] = []
+
+    def noted(number: int) -> int:
+        asked.append(number)
+        return number
+
+    failing, one = captured(loaded, monkeypatch, (False, 48), 40, noted)
+    answers = iter(asked)
+    other, two = captured(loaded, monkeypatch, None, 40, lambda number: min(number, next(answers)))
+    assert next(answers, None) is None
+    assert two.calls == one.calls
+    assert (one.reason, two.reason) == ("refused", "another rank captures none")
+    assert not failing.takes(1, 1)
+    assert not other.takes(1, 1)
 
 
 @pytest.mark.gpu
