@@ -268,6 +268,7 @@ class Bench:
         tensors = self.subject.store(arm, serving.engine, pools.packed, window)
         packed_bytes = 1 if arm.cached is None else arm.cached.full_bytes
         store = AgreedStore(ranks, tensors, arm.live.full_bytes, packed_bytes, self._clock)
+        tensors.capture()
         if (id(serving), arm.name) not in self._warmed:
             self._warm(serving, tensors, pools.packed)
             self._warmed.add((id(serving), arm.name))
@@ -287,7 +288,8 @@ class Bench:
             **inner.operations,
         }
         found = {kind: thinned(rows) for kind, rows in operations.items() if rows}
-        return Served(run, cache, executor.digest, found, serving.to_json())
+        engine = {**serving.to_json(), "slots": tensors.to_json()}
+        return Served(run, cache, executor.digest, found, engine)
 
     def close(self) -> None:
         """Free every engine with its graphs."""

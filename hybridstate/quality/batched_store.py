@@ -126,16 +126,17 @@ class BatchedStore(TensorStore):
         assert isinstance(rows, FloatRows), "quality keeps FP32 states"
         source, target = self._index(sources), self._index(targets)
         if what == "freed packed":
-            rows.poison(targets)
+            rows.poison(target)
             for kept in self._conv:
                 kept[target] = float("nan")
         elif what == "pack":
-            rows.pack(sources, targets)
+            rows.pack(source, target)
             for window, kept in zip(self.pool.conv, self._conv, strict=True):
                 kept[target] = window[source]
         else:
-            states = self._replay_all(prefixes, replayed) if replayed else None
-            rows.unpack(sources, targets, states)
+            if replayed:
+                rows.refill(target, self._replay_all(prefixes, replayed))
+            rows.unpack(source, target, refilled=bool(replayed))
             for window, kept in zip(self.pool.conv, self._conv, strict=True):
                 window[target] = kept[source]
 

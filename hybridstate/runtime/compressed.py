@@ -5,6 +5,10 @@
     packed     retained key rows of a DAMP pool in the bits they have there: FP16, or INT8 codes with their scales
 
 Slot 0 is nobody's. Masks are bool `[H, K]` per layer: the key rows that a slot keeps, in the pool's order.
+
+`pack` and `unpack` take slot numbers from the device and read nothing on the host there, so both can be captured. What
+cannot, because it talks to other ranks or takes tensors from elsewhere, has calls of its own: `send` follows a `pack`,
+`fetch` and `refill` come before an `unpack`.
 """
 
 from collections.abc import Sequence
@@ -16,15 +20,15 @@ import torch
 from hybridstate.errors import NumericError, PlanMismatch
 from hybridstate.kernels.layout import DenseLayout, PackedLayout
 from hybridstate.kernels.packed_rows import KeptRows, gather_packed, scatter_packed
-from hybridstate.kernels.transfer import gather_rows, refresh_rows, scatter_rows
-from hybridstate.kernels.transfer_tables import CheckpointForm, LayerSet, RowTable
+from hybridstate.kernels.transfer import gather_rows, scatter_rows
+from hybridstate.kernels.transfer_tables import ALIGNMENT, CheckpointForm, LayerSet, RowTable
 from hybridstate.runtime.exchange import Exchange
 from hybridstate.runtime.pool import POISON_BYTE, StatePool
 from hybridstate.runtime.slots import RESERVED
 
 Kind = Literal["fp32", "int8", "packed"]
 KINDS: Final = ("fp32", "int8", "packed")
-Slots = int | Sequence[int]
+Slots = int | torch.Tensor
 
 
 class CheckpointPool(Protocol):
@@ -40,15 +44,31 @@ class CheckpointPool(Protocol):
         """Bytes beside the slots."""
         ...
 
-    def pack(self, source: int, target: int) -> None:
-        """Retained rows of a native slot."""
+    def pack(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Retained rows of a native slot; int64 `[1]` each."""
         ...
 
-    def unpack(self, source: int, target: int, omitted: Sequence[torch.Tensor] | None) -> None:
-        """Into a native slot; omitted rows from `omitted` `[1, H, K, V]` per layer, zero without."""
+    def send(self, target: int) -> None:
+        """To the ranks that store them, what was just packed into a slot."""
+        return
+
+    def fetch(self, source: int) -> None:
+        """From the ranks that store them, what is unpacked from a slot next."""
+        return
+
+    def refill(self, target: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
+        """States `[1, H, K, V]` per layer for the omitted rows of what is unpacked into a native slot next.
+
+        Raises:
+            NumericError: a state to pack is not finite.
+        """
         ...
 
-    def poison(self, slot: int) -> None:
+    def unpack(self, source: torch.Tensor, target: torch.Tensor, *, refilled: bool) -> None:
+        """Into a native slot; int64 `[1]` each. Omitted rows become zero, or stay as `refill` left them."""
+        ...
+
+    def poison(self, slot: Slots) -> None:
         """Nobody's from here on."""
         ...
 
@@ -74,28 +94,32 @@ def checkpoint_pool(
     return FloatRows(pool, masks, slots, kind)
 
 
-class NoRows:
+class NoRows(CheckpointPool):
     """No compressed slots: every format of the pool will do."""
 
     slot_bytes = scratch_bytes = 0
 
-    def pack(self, source: int, target: int) -> None:
+    def pack(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """There is nowhere to."""
-        raise NumericError(f"slot {source} cannot be packed: there are no compressed slots")
+        raise NumericError("no slot can be packed: there are no compressed slots")
 
-    def unpack(self, source: int, target: int, omitted: Sequence[torch.Tensor] | None) -> None:
+    def refill(self, target: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
+        """There is nothing to complete."""
+        raise NumericError("no slot can be loaded: there are no compressed slots")
+
+    def unpack(self, source: torch.Tensor, target: torch.Tensor, *, refilled: bool) -> None:
         """There is nothing."""
-        raise NumericError(f"slot {target} cannot be loaded: there are no compressed slots")
+        raise NumericError("no slot can be loaded: there are no compressed slots")
 
-    def poison(self, slot: int) -> None:
+    def poison(self, slot: Slots) -> None:
         """Nothing to overwrite."""
 
 
-class FloatRows:
+class FloatRows(CheckpointPool):
     """Retained rows of an FP32 pool as FP32 or INT8.
 
     A pool in the physical order of a decode kernel is read and written through one slot of staging in rows order; from
-    any other, several slots pack, load or are poisoned at once, given as sequences of equal length.
+    any other, several slots pack, load or are poisoned at once, given as int64 `[n]`.
     """
 
     def __init__(
@@ -115,6 +139,7 @@ class FloatRows:
         direct = all(isinstance(n, DenseLayout) and n.order == "rows" for n in pool.layouts)
         self._staging = None if direct else StatePool(pool.spec, 1, device=pool.device)
         self._rows = LayerSet.of(pool.states if self._staging is None else self._staging.states)
+        self._zero = torch.zeros(1, dtype=torch.int64, device=pool.device)
 
     @property
     def slot_bytes(self) -> int:
@@ -137,55 +162,41 @@ class FloatRows:
             for start, end, size in zip(ends, ends[1:], split, strict=False)
         )
 
-    def pack(self, source: Slots, target: Slots) -> None:
+    def pack(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """See `CheckpointPool`."""
-        slot: Slots = source
+        slot = source
         if self._staging is not None:
-            assert isinstance(source, int), "the staging has one slot"
-            states, _ = self._pool.read(self._index(source))
-            for kept, state in zip(self._staging.states, states, strict=True):
-                kept.copy_(state)
-            slot = 0
-        gather_rows(
-            self._rows,
-            self._index(slot),
-            self._buffer,
-            self._index(target),
-            self._table,
-            self._form,
-        )
+            assert len(source) == 1, "the staging has one slot"
+            layers = zip(self._pool.layouts, self._pool.states, self._staging.states, strict=True)
+            for layout, state, staged in layers:
+                staged.copy_(layout.unpack(state[source]))
+            slot = self._zero
+        gather_rows(self._rows, slot, self._buffer, target, self._table, self._form)
 
-    def unpack(self, source: Slots, target: Slots, omitted: Sequence[torch.Tensor] | None) -> None:
+    def refill(self, target: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
         """See `CheckpointPool`."""
-        slot = self._index(target if self._staging is None else 0)
-        scatter_rows(
-            self._buffer,
-            self._index(source),
-            self._rows,
-            slot,
-            self._table,
-            self._form,
-            omitted="zero",
-        )
-        if omitted is not None and len(self._table.omitted):
-            fresh = LayerSet.of([state.float().contiguous() for state in omitted])
-            rows = torch.arange(len(slot), device=self._pool.device)
-            refresh_rows(fresh, rows, self._rows, slot, self._table.omitted)
+        if self._staging is not None:
+            torch._foreach_copy_(list(self._staging.states), list(states))
+            return
+        for state, given in zip(self._pool.states, states, strict=True):
+            state[target] = given.float()
+
+    def unpack(self, source: torch.Tensor, target: torch.Tensor, *, refilled: bool) -> None:
+        """See `CheckpointPool`."""
+        slot = target if self._staging is None else self._zero
+        given = (self._buffer, source, self._rows, slot, self._table, self._form)
+        scatter_rows(*given, omitted="keep" if refilled else "zero")
         if self._staging is not None:
             layers = zip(self._pool.layouts, self._pool.states, self._staging.states, strict=True)
             for layout, state, staged in layers:
-                state[target] = layout.pack(staged[0])
+                state[target] = layout.pack(staged)
 
     def poison(self, slot: Slots) -> None:
         """See `CheckpointPool`."""
-        self._buffer[slot if isinstance(slot, int) else self._index(slot)] = POISON_BYTE
-
-    def _index(self, slots: Slots) -> torch.Tensor:
-        numbers = [slots] if isinstance(slots, int) else list(slots)
-        return torch.tensor(numbers, device=self._pool.device)
+        self._buffer[slot] = POISON_BYTE
 
 
-class ExchangedRows:
+class ExchangedRows(CheckpointPool):
     """Retained rows of an FP32 pool as FP32 or INT8, in slots of units that any rank may have computed.
 
     Every rank packs and loads the same slots in the same order; only what belongs elsewhere travels.
@@ -221,6 +232,7 @@ class ExchangedRows:
             for part, width in zip(self._own.parts, widths, strict=True)
         )
         """This rank's units of one checkpoint as bytes `[1, n_r, bytes]`, views of the reserved slot."""
+        self._zero = torch.zeros(1, dtype=torch.int64, device=pool.device)
         self._slots = tuple(
             torch.zeros(
                 slots + RESERVED, route.slot_units, width, dtype=torch.uint8, device=pool.device
@@ -242,25 +254,35 @@ class ExchangedRows:
         more = max(0, self._own.slot_bytes - self.slot_bytes)
         return self._own.scratch_bytes + more + moving * widths
 
-    def pack(self, source: int, target: int) -> None:
+    def pack(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """See `CheckpointPool`; into the reserved slot, from which units go to the slots of ranks."""
+        self._own.pack(source, self._zero)
+
+    def send(self, target: int) -> None:
         """See `CheckpointPool`."""
-        self._own.pack(source, 0)
         for units, slots in zip(self._units, self._slots, strict=True):
             self._exchange.store(units, slots[target : target + 1])
 
-    def unpack(self, source: int, target: int, omitted: Sequence[torch.Tensor] | None) -> None:
-        """See `CheckpointPool`."""
+    def fetch(self, source: int) -> None:
+        """See `CheckpointPool`; into the reserved slot."""
         for units, slots in zip(self._units, self._slots, strict=True):
             self._exchange.load(slots[source : source + 1], units)
-        self._own.unpack(0, target, omitted)
 
-    def poison(self, slot: int) -> None:
+    def refill(self, target: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
+        """See `CheckpointPool`."""
+        self._own.refill(target, states)
+
+    def unpack(self, source: torch.Tensor, target: torch.Tensor, *, refilled: bool) -> None:
+        """See `CheckpointPool`; from the reserved slot."""
+        self._own.unpack(self._zero, target, refilled=refilled)
+
+    def poison(self, slot: Slots) -> None:
         """See `CheckpointPool`."""
         for slots in self._slots:
             slots[slot] = POISON_BYTE
 
 
-class PackedRows:
+class PackedRows(CheckpointPool):
     """Retained rows of a DAMP pool, bit for bit: no second quantisation, and none of its error."""
 
     def __init__(self, pool: StatePool, masks: Sequence[torch.Tensor], slots: int) -> None:
@@ -270,10 +292,21 @@ class PackedRows:
         self._layouts = tuple(n for n in pool.layouts if isinstance(n, PackedLayout))
         layers = list(zip(self._layouts, masks, strict=True))
         self._kept = tuple(KeptRows.from_mask(mask, layout) for layout, mask in layers)
-        self._parts = tuple(
-            kept.buffers(slots + RESERVED, layout)
-            for kept, layout in zip(self._kept, self._layouts, strict=True)
+        self._sizes = tuple(
+            size
+            for kept, n in zip(self._kept, self._layouts, strict=True)
+            for size in (
+                2 * len(kept.high) * n.value_dim,
+                len(kept.low) * n.value_dim,
+                4 * len(kept.low) * n.groups,
+            )
         )
+        """Bytes of FP16 rows, codes and scales, layer by layer."""
+        row_bytes = -(-max(self.slot_bytes, 1) // ALIGNMENT) * ALIGNMENT
+        self._buffer = torch.zeros(
+            slots + RESERVED, row_bytes, dtype=torch.uint8, device=pool.device
+        )
+        """Slots as bytes: scales of every layer, then FP16 rows, then codes, so that all lie where their type must."""
         self._zeros = tuple(
             n.pack(torch.zeros(n.key_dim, n.value_dim, device=pool.device)) for n in self._layouts
         )
@@ -281,39 +314,55 @@ class PackedRows:
     @property
     def slot_bytes(self) -> int:
         """See `CheckpointPool`."""
-        return sum(x[0].numel() * x.element_size() for parts in self._parts for x in parts)
+        return sum(self._sizes)
 
     @property
     def scratch_bytes(self) -> int:
         """See `CheckpointPool`: none."""
         return 0
 
-    def pack(self, source: int, target: int) -> None:
+    def pack(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """See `CheckpointPool`."""
-        layers = zip(self._layouts, self._pool.states, self._kept, self._parts, strict=True)
-        for layout, state, kept, (high, codes, scales) in layers:
-            gather_packed(
-                state[source], kept, (high[target], codes[target], scales[target]), layout
+        row = torch.empty_like(self._buffer[0])
+        layers = zip(self._layouts, self._pool.states, self._kept, self._split(row), strict=True)
+        for layout, state, kept, parts in layers:
+            gather_packed(state[source][0], kept, parts, layout)
+        self._buffer[target] = row
+
+    def refill(self, target: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
+        """See `CheckpointPool`."""
+        self._pool.write_states(target, states)
+
+    def unpack(self, source: torch.Tensor, target: torch.Tensor, *, refilled: bool) -> None:
+        """See `CheckpointPool`."""
+        row = self._buffer[source][0]
+        layers = zip(
+            *(self._layouts, self._pool.states, self._kept, self._split(row), self._zeros),
+            strict=True,
+        )
+        for layout, state, kept, parts, zero in layers:
+            heads = state[target][0] if refilled else zero.expand(state.shape[1:]).contiguous()
+            scatter_packed(parts, kept, heads, layout)
+            state[target] = heads
+
+    def poison(self, slot: Slots) -> None:
+        """See `CheckpointPool`."""
+        self._buffer[slot] = POISON_BYTE  # a NaN in FP16 rows and scales
+
+    def _split(self, row: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Views of a slot's bytes: FP16 rows `[n, V]`, codes `[m, V]` and scales `[m, groups]` per layer."""
+        high, codes, scales = (self._sizes[part::3] for part in range(3))
+        pieces = row[: self.slot_bytes].split([*scales, *high, *codes])
+        count, found = len(self._layouts), []
+        for n, layout in enumerate(self._layouts):
+            found.append(
+                (
+                    pieces[count + n].view(torch.float16).view(-1, layout.value_dim),
+                    pieces[2 * count + n].view(torch.int8).view(-1, layout.value_dim),
+                    pieces[n].view(torch.float32).view(-1, layout.groups),
+                )
             )
-
-    def unpack(self, source: int, target: int, omitted: Sequence[torch.Tensor] | None) -> None:
-        """See `CheckpointPool`."""
-        if omitted is None:
-            for state, zero in zip(self._pool.states, self._zeros, strict=True):
-                state[target] = zero
-        else:
-            slot = torch.tensor([target], device=self._pool.device)
-            self._pool.write_states(slot, omitted)
-        layers = zip(self._layouts, self._pool.states, self._kept, self._parts, strict=True)
-        for layout, state, kept, (high, codes, scales) in layers:
-            rows = (high[source], codes[source], scales[source])
-            scatter_packed(rows, kept, state[target], layout)
-
-    def poison(self, slot: int) -> None:
-        """See `CheckpointPool`."""
-        for high, codes, scales in self._parts:
-            high[slot], scales[slot] = float("nan"), float("nan")
-            codes[slot] = -1
+        return found
 
 
 def row_masks(pool: StatePool, retained: Sequence[torch.Tensor] | None) -> tuple[torch.Tensor, ...]:

@@ -4,23 +4,32 @@
 zero after a load (NR), or come from a replay (WR) that the engine runs. On a GPU a demotion packs on a side stream that
 first waits for the computation, and its event is what the cache asks; the rest is ordered on the engine's stream.
 
+Most calls move a few megabytes, so what they cost is launches. On a GPU each kind of call is a graph that reads its
+slot numbers from the device: one launch writes those, one runs the graph, and only `finite` waits for its answer.
+Copies between ranks, replayed states on their way in, and pools with rings run eagerly.
+
 Slots are numbers from the cache, 0 is nobody's. Freed slots are poisoned, so a slot that is read too late shows as NaN.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from hybridstate.errors import NumericError, UsageError
-from hybridstate.runtime.compressed import Kind, checkpoint_pool, row_masks
+from hybridstate.kernels.transfer import copy_slots
+from hybridstate.runtime.compressed import CheckpointPool, Kind, checkpoint_pool, row_masks
 from hybridstate.runtime.exchange import Exchange
-from hybridstate.runtime.pool import StatePool
+from hybridstate.runtime.pool import StatePool, runs_of_alike
 from hybridstate.runtime.slots import RESERVED
 from hybridstate.runtime.tiers import Finished, Prefix, Transfer
+from hybridstate.trajectories.graphs import WARM_UP, Replay
 
-Replay = Callable[[Prefix, int], Sequence[torch.Tensor]]
+Replayed = Callable[[Prefix, int], Sequence[torch.Tensor]]
 """States after a replay of the last tokens of a prefix, FP32 `[1, H, K, V]` per layer, rows in the pool's order."""
+
+CAPTURED: Final = ("copy", "finite", "pack", "pack aside", "load")
+"""Calls that are graphs on a GPU; packs on the side stream are one of their own, with slot numbers of their own."""
 
 
 class TensorStore:
@@ -49,7 +58,7 @@ class TensorStore:
         *,
         kind: Kind = "fp32",
         window: int = 0,
-        replay: Replay | None = None,
+        replay: Replayed | None = None,
         exchange: Exchange | None = None,
         poison: bool = True,
     ) -> None:
@@ -68,6 +77,13 @@ class TensorStore:
             for w in pool.conv
         )
         self.checkpoints = checkpoint_pool(pool, row_masks(pool, retained), packed, kind, exchange)
+        moves = _Moves(pool, self.checkpoints, self._conv)
+        self._answer = moves.answer
+        steps = (moves.copy, moves.finite, moves.pack, moves.pack, moves.load)
+        self._calls = {
+            name: SlotCall(step, pool.device, eager="rings" if pool.rings else None)
+            for name, step in zip(CAPTURED, steps, strict=True)
+        }
         self._zeros = tuple(
             n.pack(torch.zeros(n.key_dim, n.value_dim, device=pool.device)) for n in pool.layouts
         )
@@ -100,18 +116,19 @@ class TensorStore:
 
     def copy(self, source: int, target: int) -> None:
         """See `tiers.Store`."""
-        slots = torch.tensor([[source], [target]], device=self.pool.device)
-        self.pool.copy(slots[0], slots[1])
+        self._calls["copy"](source, target)
 
     def pack(self, source: int, target: int, *, aside: bool) -> Transfer:
         """See `tiers.Store`."""
         if self._side is None or not aside:
             self._join_side()
-            self._pack(source, target)
+            self._calls["pack"](source, target)
+            self.checkpoints.send(target)
             return Finished()
         self._side.wait_stream(torch.cuda.current_stream(self.pool.device))
         with torch.cuda.stream(self._side):
-            self._pack(source, target)
+            self._calls["pack aside"](source, target)
+            self.checkpoints.send(target)
             event = torch.cuda.Event()
             event.record(self._side)
         return EventTransfer(event)
@@ -122,20 +139,53 @@ class TensorStore:
         states = None
         if replayed and self._replay is not None:
             states = self._replay(prefix, replayed)
-        self._join_side()
-        self.checkpoints.unpack(source, target, states)
-        self.pool.empty_rings(torch.tensor([target], device=self.pool.device))
-        for window, kept in zip(self.pool.conv, self._conv, strict=True):
-            window[target].copy_(kept[source])
+        self._load(source, target, states)
         return replayed
+
+    def _load(self, source: int, target: int, states: Sequence[torch.Tensor] | None) -> None:
+        """With omitted rows from `states`, zero without."""
+        self._join_side()
+        self.checkpoints.fetch(source)
+        call = self._calls["load"]
+        _, slot = call.name(source, target)
+        if states is not None:
+            self.checkpoints.refill(slot, states)
+        call.run(refilled=states is not None)
 
     def finite(self, slot: int) -> bool:
         """See `tiers.Store`."""
-        try:
+        self._calls["finite"](slot, slot)
+        if bool(self._answer):
+            return True
+        try:  # sums of finite numbers may overflow
             self.pool.require_finite(torch.tensor([slot], device=self.pool.device))
         except NumericError:
             return False
         return True
+
+    def capture(self) -> None:
+        """Run every call until it is a graph; only on a GPU. Overwrites what slot 0 of both pools holds."""
+        if self._side is None:
+            return
+        layers, device = self.pool.spec.layers, self.pool.device
+        states = None
+        if self.window:
+            states = [
+                torch.zeros(1, n.value_heads, n.key_dim, n.value_dim, device=device) for n in layers
+            ]
+        for _ in range(WARM_UP + 1):
+            self.clear(0)
+            self.finite(0)
+            if len(self._conv[0]) > RESERVED:
+                self.pack(0, 0, aside=True).wait()
+                self.pack(0, 0, aside=False)
+                self._load(0, 0, states)
+            self.copy(self.pool.slots - 1, 0)
+        torch.cuda.synchronize(device)
+
+    def to_json(self) -> dict[str, Any]:
+        """How each call ran: mode, why not as a graph, and graphs."""
+        return {name: call.to_json() for name, call in self._calls.items()}
 
     def freed(self, slot: int, *, packed: bool) -> None:
         """See `tiers.Store`."""
@@ -153,13 +203,89 @@ class TensorStore:
         if self._side is not None:
             torch.cuda.current_stream(self.pool.device).wait_stream(self._side)
 
-    def _pack(self, source: int, target: int) -> None:
-        if self.pool.rings:  # folded into the slot that nobody has; a running request's own goes on
-            self.copy(source, 0)
-            source = 0
-        self.checkpoints.pack(source, target)
-        for window, kept in zip(self.pool.conv, self._conv, strict=True):
-            kept[target].copy_(window[source])
+
+class SlotCall:
+    """A step on two slots whose numbers it reads from the device, captured on a GPU (`graphs.Replay`).
+
+    Args:
+        step: takes both numbers, int64 `[1]` each, and `refilled`.
+        device: of the slots.
+        eager: why it is never captured; None where it is on a GPU.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[torch.Tensor, torch.Tensor, bool], None],
+        device: torch.device,
+        *,
+        eager: str | None = None,
+    ) -> None:
+        self._slots = torch.zeros(2, dtype=torch.int64, device=device)
+        self._pair = source, target = self._slots[:1], self._slots[1:]
+        self._replay = Replay(lambda refilled: step(source, target, bool(refilled)), device)
+        self._replay.reason = self._replay.reason or eager
+
+    def name(self, source: int, target: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both numbers on the device, one launch: they ride as its arguments, so there is nothing to wait for."""
+        torch.linspace(source, target, 2, out=self._slots)
+        return self._pair
+
+    def run(self, *, refilled: bool = False) -> None:
+        """One step on the slots that were named last."""
+        self._replay(refilled)
+
+    def __call__(self, source: int, target: int) -> None:
+        """One step on two slots."""
+        self.name(source, target)
+        self.run()
+
+    def to_json(self) -> dict[str, Any]:
+        """How it ran."""
+        return self._replay.to_json()
+
+
+class _Moves:
+    """The steps, on slots numbered on the device; apart from the store, which no graph then keeps alive."""
+
+    def __init__(
+        self, pool: StatePool, checkpoints: CheckpointPool, conv: Sequence[torch.Tensor]
+    ) -> None:
+        self._pool = pool
+        self._checkpoints = checkpoints
+        self._windows = tuple(
+            (ours, kept)
+            for (_, ours), (_, kept) in zip(pool.conv_runs, runs_of_alike(conv), strict=True)
+        )
+        """Runs of layers in the pool and beside the compressed slots."""
+        self._nobody = torch.zeros(1, dtype=torch.int64, device=pool.device)
+        self.answer = torch.zeros((), dtype=torch.bool, device=pool.device)
+        """Of `finite`."""
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, _refilled: bool) -> None:
+        """Native to native."""
+        self._pool.copy(source, target)
+
+    def finite(self, slot: torch.Tensor, _slot: torch.Tensor, _refilled: bool) -> None:
+        """Into `answer`."""
+        self.answer.copy_(self._pool.finite(slot))
+
+    def pack(self, source: torch.Tensor, target: torch.Tensor, _refilled: bool) -> None:
+        """Native to compressed."""
+        if (
+            self._pool.rings
+        ):  # folded into the slot that nobody has; a running request's own goes on
+            self._pool.copy(source, self._nobody)
+            source = self._nobody
+        self._checkpoints.pack(source, target)
+        for ours, kept in self._windows:
+            copy_slots(ours, source, kept, target)
+
+    def load(self, source: torch.Tensor, target: torch.Tensor, refilled: bool) -> None:
+        """Compressed to native."""
+        self._checkpoints.unpack(source, target, refilled=refilled)
+        self._pool.empty_rings(target)
+        for ours, kept in self._windows:
+            copy_slots(kept, source, ours, target)
 
 
 class EventTransfer:

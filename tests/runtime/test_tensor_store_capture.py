@@ -1,0 +1,185 @@
+"""Calls of the tensor store as steps that can be captured: nothing between host and device inside, no number built in.
+
+A GPU is not needed: kernels run under Triton's interpreter, and the rules of a capture are those that torch's own
+operations are checked against here.
+"""
+
+import gc
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hybridstate.families import ModelSpec
+from hybridstate.kernels import pack, packed_rows, transfer
+from hybridstate.runtime import compressed
+from hybridstate.runtime.pool import StatePool
+from hybridstate.runtime.tensor_store import CAPTURED, SlotCall, TensorStore
+from hybridstate.runtime.tiers import Prefix
+from hybridstate.trajectories.model import load_model
+
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="Triton's interpreter is off: a GPU is here"
+)
+KINDS: dict[str, dict[str, Any]] = {
+    "fp32 rows": {},
+    "fp32 columns": {"dense_order": "columns"},
+    "int8 columns": {"dense_order": "columns"},
+    "int8 rows": {},
+    "packed": {"state": "damp", "k_hi": 4},
+}
+REFUSED = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+    torch.ops.aten.lift_fresh.default,
+)
+"""Reading a number, sizes that depend on values, and tensors of numbers from the host."""
+
+
+INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
+
+
+def refused(*_given: Any, **_options: Any) -> None:
+    raise AssertionError("a step reads or brings numbers")
+
+
+class Rules(TorchDispatchMode):
+    """Refuses what fails or is frozen in a capture."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        assert func not in REFUSED, f"{func} cannot be captured"
+        indices = args[1] if func in INDEXED else ()
+        assert all(x is None or x.dtype == torch.int64 for x in indices), "a mask is a wait"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module", params=["qwen3_5", "kimi_linear"])
+def spec(request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path]) -> ModelSpec:
+    return load_model(str(tiny_checkpoint(request.param))).spec
+
+
+@pytest.fixture
+def small(spec: ModelSpec) -> ModelSpec:
+    """Two layers."""
+    return replace(spec, layers=spec.layers[:2])
+
+
+def filled(spec: ModelSpec, kind: str, window: int = 0) -> TensorStore:
+    """Five native and four compressed slots; native ones 1 and 2 hold random states, the others are poisoned."""
+    pool = StatePool(spec, 5, conv_dtype=torch.float32, **KINDS[kind])
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    pool.write(
+        torch.tensor([1, 2]),
+        [draw(2, n.value_heads, n.key_dim, n.value_dim) for n in spec.layers],
+        [draw(2, n.conv_channels, n.conv_width - 1) for n in spec.layers],
+    )
+    fresh = [draw(1, n.value_heads, n.key_dim, n.value_dim) for n in spec.layers]
+    masks = [draw(n.value_heads, n.key_dim) > 0 for n in spec.layers]
+    options: dict[str, Any] = {"window": window, "replay": lambda _prefix, _window: fresh}
+    return TensorStore(pool, 3, masks, kind=kind.split()[0], **options)  # type: ignore[arg-type]
+
+
+def run(store: TensorStore) -> list[Any]:
+    """Every call on several slots, and what was left behind."""
+    found: list[Any] = []
+    store.copy(1, 3)
+    store.copy(2, 4)
+    store.pack(3, 2, aside=True)
+    store.freed(1, packed=False)
+    store.pack(4, 1, aside=False)
+    store.pack(2, 3, aside=False)
+    found += [store.finite(slot) for slot in (1, 2, 3)]
+    for source, target in ((1, 3), (2, 1), (3, 4)):
+        store.load(source, target, Prefix(np.zeros(9, np.int32), []))
+        found.append(store.finite(target))
+    store.freed(3, packed=True)
+    store.load(3, 2, Prefix(np.zeros(9, np.int32), []))
+    found.append(store.finite(2))
+    return [*found, *(x.clone().view(torch.uint8) for x in store.pool.tensors)]
+
+
+@interpreted
+@pytest.mark.parametrize("window", [0, 4], ids=["zeros", "replayed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_keep_the_rules_of_a_capture_and_every_bit(
+    small: ModelSpec, kind: str, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels and torch's operations around them, beside the reference of each."""
+    expected = run(filled(small, kind, window))
+    store = filled(small, kind, window)
+    with monkeypatch.context() as patch:
+        for module in (transfer, pack, packed_rows):
+            patch.setattr(module, "use_triton", lambda _tensor, _backend: True)
+        for call in store._calls.values():
+            replay = call._replay
+            step = replay._step
+
+            def ruled(phase: Any, step: Callable[[Any], None] = step) -> None:
+                with Rules(), monkeypatch.context() as inside:
+                    inside.setattr(torch.Tensor, "tolist", refused)
+                    inside.setattr(torch, "tensor", refused)
+                    step(phase)
+
+            replay._step = ruled
+        found = run(store)
+    answers = sum(isinstance(x, bool) for x in expected)
+    assert found[:answers] == expected[:answers] == [False, True, True, True, True, True, False]
+    for ours, theirs in zip(found[answers:], expected[answers:], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_step_gets_its_numbers_in_the_same_tensors_every_time() -> None:
+    seen: list[tuple[int, int, list[int], bool]] = []
+
+    def step(source: torch.Tensor, target: torch.Tensor, refilled: bool) -> None:
+        values = [*source.tolist(), *target.tolist()]
+        seen.append((source.data_ptr(), target.data_ptr(), values, refilled))
+
+    call = SlotCall(step, torch.device("cpu"))
+    for source in range(40):
+        call(source, 1000 * source)
+    call.name(7, 7)
+    call.run(refilled=True)
+    assert len({(source, target) for source, target, _, _ in seen}) == 1
+    assert [values for _, _, values, _ in seen[:-1]] == [[n, 1000 * n] for n in range(40)]
+    assert seen[-1][2:] == ([7, 7], True)
+    assert call.to_json() == {"mode": "eager", "reason": "no GPU", "graphs": 0}
+
+
+def test_packed_slots_are_as_large_as_what_they_keep(small: ModelSpec) -> None:
+    store = filled(small, "packed")
+    rows = store.checkpoints
+    assert isinstance(rows, compressed.PackedRows)
+    held = sum(
+        x.numel() * x.element_size() for parts in rows._split(rows._buffer[0]) for x in parts
+    )
+    assert held == rows.slot_bytes <= rows._buffer.shape[1] < rows.slot_bytes + 16
+
+
+def test_a_store_says_how_its_calls_ran_and_dies_with_its_last_user(small: ModelSpec) -> None:
+    """Slots of gigabytes must not wait for a collection of cycles."""
+    store = filled(small, "fp32 rows")
+    run(store)
+    assert set(store.to_json()) == set(CAPTURED)
+    assert all(x["mode"] == "eager" and x["reason"] == "no GPU" for x in store.to_json().values())
+    gone = weakref.ref(store.checkpoints)
+    gc.disable()
+    try:
+        del store
+        assert gone() is None
+    finally:
+        gc.enable()
