@@ -34,6 +34,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "int8 columns": {"dense_order": "columns"},
     "int8 rows": {},
     "packed": {"state": "damp", "k_hi": 4},
+    "packed codes": {"state": "damp", "k_hi": 0},
+    "packed halves": {"state": "damp", "k_hi": 8},
 }
 REFUSED = (
     torch.ops.aten._local_scalar_dense.default,
