@@ -90,7 +90,27 @@ def point_of(
         point["mean_ttft_s"] = point["mean"]["mean_ttft_ms"] / 1e3
         point["token_hit_rate"] = hit_rate(point)
         point["engine"] = found[0].engine
+        ways = [*old.get("earlier_engines", ()), *([old["engine"]] if old.get("engine") else [])]
+        if other := [engine for engine in ways if way(engine) != way(found[0].engine)]:
+            point["earlier_engines"] = other
     return point
+
+
+def way(engine: Mapping[str, Any] | None) -> str:
+    """How steps and prompts ran, in words; seconds of two ways do not compare."""
+    engine = engine or {}
+    prompts = engine.get("prompts") or {}
+    return f"steps {engine.get('mode', 'unknown')}, prompts {prompts.get('mode', 'eager')}"
+
+
+def ways(points: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Arms whose measured points have seeds that ran in each way, in the order of the points."""
+    found: dict[str, dict[str, None]] = {}
+    for point in points:
+        if "engine" in point:
+            for engine in (point["engine"], *point.get("earlier_engines", ())):
+                found.setdefault(way(engine), {})[point["arm"]] = None
+    return {name: list(arms) for name, arms in found.items()}
 
 
 def operating_point(points: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

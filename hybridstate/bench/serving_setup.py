@@ -247,7 +247,10 @@ def read_earlier(
             "policy": options.policy,
             "budget_scope": options.scope,
             "working_set": options.working_set,
+            "admission": options.admission_json,
+            "tp": options.tp,
         }
+        document["tp"] = document["profile"].get("tp", 1)
         document["device"] = document["device"]["name"]
         return earlier(document, {**wanted, "device": header["device"]["name"]}), commits
 

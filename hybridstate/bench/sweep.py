@@ -88,6 +88,16 @@ class Options:
         kept = len(self.admission.prompt) + self.admission.finished
         return self.clients * max(1, kept)
 
+    @property
+    def admission_json(self) -> dict[str, Any]:
+        """What the cache keeps, for a document."""
+        return {
+            "prompt": list(self.admission.prompt),
+            "junctions": self.admission.junctions,
+            "every": self.admission.every,
+            "finished": self.admission.finished,
+        }
+
     def load(self, limit: int) -> Limits:
         """The load with that many running requests."""
         return Limits(self.clients, limit, think=self.think)
@@ -229,14 +239,9 @@ class Sweep:
             self._collect([Case(arm, operating, first, True) for arm in every], control)
         limits = [Case(arm, operating, limit) for limit in options.limits[1:] for arm in every]
         self._collect(limits, points)
-        ran = {
-            (p["arm"], p["ratio"], p["limit"], c)
-            for c in (False, True)
-            for p in (points, control)[c]
-        }
-        for key, point in self._known.items():
-            if key not in ran:
-                (control if key[3] else points).append(dict(point))
+        kept = self._kept()
+        points += kept["points"]
+        control += kept["control"]
         compare(points)
         compare(control)
         # an earlier run may have had more
@@ -269,7 +274,23 @@ class Sweep:
                 point_of(head, [outcome for outcome in found if outcome is not None], known)
             )
             compare(into)
-            self._record(self._found)
+            kept = self._kept()
+            self._record(
+                {**self._found, **{name: [*self._found[name], *kept[name]] for name in kept}}
+            )
+
+    def _kept(self) -> dict[str, list[dict[str, Any]]]:
+        """Points of an earlier run that this one has not come to, or does not ask for."""
+        kept: dict[str, list[dict[str, Any]]] = {"points": [], "control": []}
+        here = {
+            (p["arm"], p["ratio"], p["limit"], name == "control")
+            for name in kept
+            for p in self._found[name]
+        }
+        for key, point in self._known.items():
+            if key not in here:
+                kept["control" if key[3] else "points"].append(dict(point))
+        return kept
 
     def _taken(self, case: Case, head: Mapping[str, Any]) -> dict[str, Any] | None:
         """The point of an earlier run with the seeds that it has; None without one.
@@ -337,12 +358,7 @@ class Sweep:
             "clients": options.clients,
             "working_set": options.working_set,
             "think_s": options.think,
-            "admission": {
-                "prompt": list(options.admission.prompt),
-                "junctions": options.admission.junctions,
-                "every": options.admission.every,
-                "finished": options.admission.finished,
-            },
+            "admission": options.admission_json,
             "policy": options.policy,
             "seeds": options.seeds,
         }

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from hybridstate.bench.serving_points import ways
 from hybridstate.cli.output import Output, counted
 
 
@@ -30,15 +31,20 @@ def serving_tables(out: Output, result: dict[str, Any]) -> None:
         ),
         change=comparable,
     )
+    every = (*result["points"], *result["control"])
     short = [
         f"{p['arm']} at ratio {p['ratio']:g}"
-        for p in (*result["points"], *result["control"])
+        for p in every
         if 0 < len(p.get("seeds", ())) < result["seeds"]
     ]
     if short:
-        out.warn(
-            f"fewer than {counted(result['seeds'], 'seed')} before the deadline: {', '.join(short)}"
-        )
+        out.warn(f"fewer than {counted(result['seeds'], 'seed')}: {', '.join(short)}")
+    for text in dict.fromkeys(p["not_continued"] for p in every if "not_continued" in p):
+        out.warn(f"no more seeds of {text}")
+    different = ways(every)
+    if len(different) > 1:
+        told = "; ".join(f"{name} ({', '.join(arms)})" for name, arms in different.items())
+        out.warn(f"seeds ran in different ways, whose seconds do not compare: {told}")
     if operating["dense_token_hit_rate"] is None:
         out.warn("the dense arm ran nowhere, so there is no operating point")
         return

@@ -20,11 +20,14 @@ from hybridstate.bench.scheduler import Limits
 from hybridstate.bench.serve import Bench, Subject, thinned
 from hybridstate.bench.serve_workers import Setting, load_subject
 from hybridstate.bench.serving_arms import Arm
+from hybridstate.bench.serving_points import operating_point
 from hybridstate.bench.serving_setup import profile_of
-from hybridstate.bench.sweep import Options, operating_point
+from hybridstate.bench.sweep import Options
 from hybridstate.bench.traces import generated
 from hybridstate.checkpoint import open_checkpoint
 from hybridstate.cli.main import app
+from hybridstate.cli.output import Output
+from hybridstate.cli.serving_output import serving_tables
 from hybridstate.errors import NumericError, UsageError
 from hybridstate.plan.select import random_selection
 from hybridstate.runtime.admission import Admission
@@ -316,6 +319,68 @@ def test_a_run_goes_on_with_more_seeds_of_some_points(
     )
     theirs = next(p for p in found["points"] if (p["arm"], p["ratio"]) == ("dense", 0.25))
     assert theirs["output_digests"] == alone["points"][0]["output_digests"]
+
+
+def test_what_an_earlier_run_has_is_recorded_from_the_first_point_on(
+    tmp_path: Path, tiny_kda: Path, result: dict[str, Any]
+) -> None:
+    """A run that goes on and is cut short leaves one file to go on from, not two halves."""
+    file = tmp_path / "serve.json"
+    file.write_text(json.dumps({"result": result}))
+    told: list[dict[str, Any]] = []
+    arguments: dict[str, Any] = {**SMALL, "control": False, "seeds": 2, "resume": file}
+    bench_serve(tiny_kda, ratios=(0.25,), arms=("damp",), record=told.append, **arguments)
+    for record in told:
+        for name in ("points", "control"):
+            places = [(p["arm"], p["ratio"], p["limit"]) for p in record[name]]
+            assert sorted(places) == sorted(
+                (p["arm"], p["ratio"], p["limit"]) for p in result[name]
+            )
+    assert [sum(len(p["seeds"]) for p in r["points"]) for r in told] == [
+        len(result["points"]) + n for n in range(1, 1 + len(told))
+    ]
+
+
+@pytest.mark.parametrize("name", ["admission", "tp"])
+def test_another_sweep_does_not_go_on(
+    name: str, tmp_path: Path, tiny_kda: Path, result: dict[str, Any]
+) -> None:
+    """Points that are not asked for stay, so nothing else would say that they ran otherwise."""
+    file = tmp_path / "serve.json"
+    arguments: dict[str, Any] = {**SMALL, "seeds": 1, "resume": file}
+    other = {"profile": {**result["profile"], "tp": 2}} if name == "tp" else {}
+    file.write_text(json.dumps({"result": {**result, **other}}))
+    every = 16 if name == "admission" else 0
+    with pytest.raises(UsageError, match=f"another {name}$"):
+        bench_serve(tiny_kda, ratios=(1.0,), arms=("damp",), every=every, **arguments)
+
+
+def test_seeds_that_ran_otherwise_are_told(
+    tmp_path: Path, tiny_kda: Path, result: dict[str, Any]
+) -> None:
+    """Kept points and earlier seeds of a captured run beside eager ones, and why an arm has no more seeds."""
+    captured = {"mode": "cuda-graph", "prompts": {"mode": "cuda-graph"}}
+    earlier = json.loads(json.dumps(result))
+    for point in (*earlier["points"], *earlier["control"]):
+        point["engine"] = captured
+    file = tmp_path / "serve.json"
+    file.write_text(json.dumps({"result": earlier}))
+    arguments: dict[str, Any] = {**SMALL, "control": False, "seeds": 2, "resume": file}
+    found = bench_serve(tiny_kda, ratios=(0.25,), arms=("damp",), **arguments)
+    point = next(p for p in found["points"] if (p["arm"], p["ratio"]) == ("dense", 0.25))
+    assert point["earlier_engines"] == [captured]
+    assert point["engine"]["mode"] == "eager"
+    found["points"][-1]["not_continued"] = "damp: RuntimeError: CUDA error"
+    out = Output("bench serve")
+    serving_tables(out, found)
+    told = " ".join(out.warnings)
+    assert "no more seeds of damp: RuntimeError: CUDA error" in told
+    assert "seeds ran in different ways, whose seconds do not compare" in told
+    assert "steps eager, prompts eager (dense, damp)" in told
+    assert "before the deadline" not in told
+    out = Output("bench serve")
+    serving_tables(out, result)
+    assert out.warnings == []
 
 
 def test_command_writes_document_and_figures(tmp_path: Path, tiny_kda: Path) -> None:

@@ -200,7 +200,7 @@ class FakeReplay:
 def captured(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, *given: Any
 ) -> tuple[PromptSteps, FakeReplay]:
-    """Steps and the replay that counts their captures; `given`: phase that fails, replay window, numbers of the ranks."""
+    """Steps and the replay that counts captures; `given`: phase that fails, replay window, numbers of the ranks."""
     fails, window, *fewest = given
     made = server(loaded, padded=True)
     steps = made._prompts
