@@ -302,8 +302,10 @@ class Bench:
         kept = self._engines.get(arm.live_format)
         if kept is not None and kept.engine.pool.slots >= native + RESERVED:
             return kept
-        self._engines.pop(arm.live_format, None)
-        del kept  # its memory goes before the next one comes
+        if self._engines.pop(arm.live_format, None) is not None:  # another may get its number
+            self._warmed = {warm for warm in self._warmed if warm[0] != id(kept)}
+        del kept
+        gc.collect()  # its memory goes before the next one comes
         engine = self.subject.engine(
             arm, max(native, self._running) + RESERVED, modules=self._modules
         )

@@ -1,11 +1,13 @@
 """`bench serve` on small models: measured bytes, the operating point, fed-back replies, workers, the fit."""
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,6 +164,32 @@ def test_an_engine_is_used_again_while_it_is_large_enough(tiny_kda: Path) -> Non
         assert found.operations["keys"]
         engines.append(bench._engines["fp32"])
     assert engines[0] is engines[1] is not engines[2]
+
+
+def test_an_engine_that_is_too_small_is_gone_before_the_next_one_comes(
+    tiny_kda: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps and their engine hold each other, with pool, lines and graphs."""
+    subject = subject_of(tiny_kda)
+    arm = subject.measured(profile_of(open_checkpoint(str(tiny_kda))).arms((16,))[0])
+    bench = Bench(subject, running=2, length=80, chunk=32)
+    first = bench._serving(arm, 4)
+    bench._warmed.add((id(first), arm.name))
+    small = weakref.ref(first)
+    del first
+    made = Subject.engine
+
+    def engine(self: Subject, *given: Any, **options: Any) -> Any:
+        assert small() is None
+        return made(self, *given, **options)
+
+    monkeypatch.setattr(Subject, "engine", engine)
+    gc.disable()
+    try:
+        assert bench._serving(arm, 9).engine.pool.slots >= 9
+        assert not bench._warmed
+    finally:
+        gc.enable()
 
 
 def test_rows_are_thinned_evenly() -> None:
