@@ -11,20 +11,21 @@ cannot, because it talks to other ranks or takes tensors from elsewhere, has cal
 `fetch` and `refill` come before an `unpack`.
 """
 
-from collections.abc import Sequence
-from typing import Final, Literal, Protocol
+from collections.abc import Hashable, Sequence
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 import torch
 
 from hybridstate.errors import NumericError, PlanMismatch
-from hybridstate.kernels.layout import DenseLayout, PackedLayout
+from hybridstate.kernels.layout import DenseLayout, PackedLayout, all_finite
 from hybridstate.kernels.packed_rows import KeptRows, gather_packed, scatter_packed
 from hybridstate.kernels.transfer import gather_rows, scatter_rows
 from hybridstate.kernels.transfer_tables import ALIGNMENT, CheckpointForm, LayerSet, RowTable
 from hybridstate.runtime.exchange import Exchange
 from hybridstate.runtime.pool import POISON_BYTE, StatePool
 from hybridstate.runtime.slots import RESERVED
+from hybridstate.trajectories.graphs import Replay
 
 Kind = Literal["fp32", "int8", "packed"]
 KINDS: Final = ("fp32", "int8", "packed")
@@ -302,6 +303,7 @@ class PackedRows(CheckpointPool):
             )
         )
         """Bytes of FP16 rows, codes and scales, layer by layer."""
+        self._given: GivenStates | None = None
         row_bytes = -(-max(self.slot_bytes, 1) // ALIGNMENT) * ALIGNMENT
         self._buffer = torch.zeros(
             slots + RESERVED, row_bytes, dtype=torch.uint8, device=pool.device
@@ -331,7 +333,10 @@ class PackedRows(CheckpointPool):
 
     def refill(self, target: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
         """See `CheckpointPool`."""
-        self._pool.write_states(target, states)
+        if self._given is None:
+            self._given = GivenStates(states)
+        if not self._given.take(states):
+            self._pool.write_states(target, states)  # says which number is not finite
 
     def unpack(self, source: torch.Tensor, target: torch.Tensor, *, refilled: bool) -> None:
         """See `CheckpointPool`."""
@@ -340,6 +345,9 @@ class PackedRows(CheckpointPool):
             *(self._layouts, self._pool.states, self._kept, self._split(row), self._zeros),
             strict=True,
         )
+        if refilled:
+            assert self._given is not None, "`refill` comes first"
+            self._pool.put_states(target, self._given.states)
         for layout, state, kept, parts, zero in layers:
             heads = state[target][0] if refilled else zero.expand(state.shape[1:]).contiguous()
             scatter_packed(parts, kept, heads, layout)
@@ -363,6 +371,34 @@ class PackedRows(CheckpointPool):
                 )
             )
         return found
+
+
+class GivenStates:
+    """States from elsewhere at fixed addresses, where a captured step finds them.
+
+    Args:
+        like: states of the same shapes.
+    """
+
+    def __init__(self, like: Sequence[torch.Tensor]) -> None:
+        self.states = [torch.empty(x.shape, device=x.device) for x in like]
+        self._finite = torch.zeros((), dtype=torch.bool, device=like[0].device)
+        given, answer = self.states, self._finite
+
+        def check(_phase: Hashable) -> None:
+            answer.copy_(all_finite(given))
+
+        self._check = Replay(check, like[0].device)
+
+    def take(self, states: Sequence[torch.Tensor]) -> bool:
+        """Copy states here; whether all are finite, which on a GPU is one graph and a wait."""
+        torch._foreach_copy_(self.states, list(states))
+        self._check()
+        return bool(self._finite)
+
+    def to_json(self) -> dict[str, Any]:
+        """How the check ran."""
+        return self._check.to_json()
 
 
 def row_masks(pool: StatePool, retained: Sequence[torch.Tensor] | None) -> tuple[torch.Tensor, ...]:

@@ -316,7 +316,7 @@ class StatePool:
         self, slots: torch.Tensor, states: Sequence[torch.Tensor], conv: Sequence[torch.Tensor]
     ) -> None:
         """`write` of states that are known to be finite; nothing is read on the host, so it can be captured."""
-        self._store(slots, states)
+        self.put_states(slots, states)
         for tensor, window in zip(self.conv, conv, strict=True):
             tensor[slots] = window.to(self.conv_dtype)
 
@@ -324,9 +324,10 @@ class StatePool:
         """`write` without the windows."""
         if self.state == "damp" and len(slots):
             self._require_packable(states)
-        self._store(slots, states)
+        self.put_states(slots, states)
 
-    def _store(self, slots: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
+    def put_states(self, slots: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
+        """`put` without the windows."""
         if self.state == "damp" and len(slots):
             self._pack(slots, states)
             self.empty_rings(slots)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hybridstate.errors import NumericError
 from hybridstate.families import ModelSpec
 from hybridstate.kernels import pack, packed_rows, transfer
 from hybridstate.runtime import compressed
@@ -160,6 +161,23 @@ def test_a_step_gets_its_numbers_in_the_same_tensors_every_time() -> None:
     assert [values for _, _, values, _ in seen[:-1]] == [[n, 1000 * n] for n in range(40)]
     assert seen[-1][2:] == ([7, 7], True)
     assert call.to_json() == {"mode": "eager", "reason": "no GPU", "graphs": 0}
+
+
+def test_a_replay_that_is_not_finite_is_not_packed(small: ModelSpec) -> None:
+    """Numbers whose magnitudes overflow in a sum are."""
+    store = filled(small, "packed", window=4)
+    prefix = Prefix(np.zeros(4, np.int32), [])
+    store.pack(1, 1, aside=False)
+    states = [torch.zeros_like(x) for x in store._replay(prefix, 4)]  # type: ignore[misc]
+    store._replay = lambda _prefix, _window: states
+    states[1][0, 0, 0] = 3e38
+    store.load(1, 3, prefix)
+    assert store.finite(3)
+    before = [x.clone() for x in store.pool.states]
+    states[1][0, 0, 0, 1] = float("nan")
+    with pytest.raises(NumericError, match="not finite"):
+        store.load(1, 3, prefix)
+    assert all(map(torch.equal, before, store.pool.states))
 
 
 def test_packed_slots_are_as_large_as_what_they_keep(small: ModelSpec) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from hybridstate.families import ModelSpec
 from hybridstate.runtime.admission import Admission, Pools
+from hybridstate.runtime.compressed import PackedRows
 from hybridstate.runtime.pool import StatePool
 from hybridstate.runtime.prefix_cache import PrefixCache
 from hybridstate.runtime.tensor_store import EventTransfer, SlotCall, TensorStore
@@ -202,6 +203,10 @@ def test_graphs_leave_what_eager_calls_leave(
             assert (call["mode"], call["reason"], call["graphs"]) == expected, (name, call)
         found.append([(random_calls(store, 60, seed), bytes_of(store)) for seed in range(3)])
         assert store.to_json() == ran
+        if captured and window and isinstance(rows := store.checkpoints, PackedRows):
+            assert rows._given is not None
+            check = rows._given.to_json()
+            assert (check["mode"], check["reason"]) == ("cuda-graph", None)
     for (answers, held), (eager_answers, eager_held) in zip(*found, strict=True):
         assert answers == eager_answers
         assert all(map(torch.equal, held, eager_held))
