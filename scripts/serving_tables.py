@@ -11,6 +11,7 @@ import pictures
 import tables
 from recordings import SERVED, recorded, source_line
 
+from hybridstate.bench.serving_points import ways
 from hybridstate.cli.output import counted
 
 PAPER_CUT = -0.42
@@ -176,6 +177,10 @@ def conditions(result: Result) -> str:
         seeds = f"{min(each)} to {max(each)} seeds a point, as the tables say"
     if result.get("continued"):
         seeds += f"; earlier seeds ran at commits {', '.join(c[:7] for c in dict.fromkeys(result['continued']))}"
+    different = ways([*result["points"], *result["control"]])
+    if len(different) > 1:
+        told = "; ".join(f"{name} ({', '.join(arms)})" for name, arms in different.items())
+        seeds += f". Seeds ran in different ways, whose seconds do not compare: {told}"
     placed = (
         f"; TP {profile['tp']}, placements {', '.join(profile['balances'])}"
         if profile["tp"] > 1

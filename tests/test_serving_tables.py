@@ -31,6 +31,32 @@ def test_tables_of_a_run() -> None:
     assert "of the 2 others 1 are within" in serving_tables.fit({"fit": fitted})
 
 
+def test_a_run_that_went_on_says_how_its_seeds_ran() -> None:
+    """Points of fewer seeds, without an arm at every ratio, some from prompts that were not captured."""
+    options = Options(
+        arms=("nr",), cutoffs=(16,), ratios=(0.5, 1.0), limits=(4,), clients=16, seeds=2
+    )
+    trace = generated("wildchat-shape", 16, scale=1 / 16)
+    result = Simulation(kimi_profile(), trace, CostModel.default(), options, scale=1 / 16).run()
+    captured = {"mode": "cuda-graph", "prompts": {"mode": "cuda-graph"}}
+    for point in result["points"]:
+        point["engine"] = captured
+    dense = result["points"][0]
+    dense["earlier_engines"] = [{"mode": "cuda-graph"}]
+    dense["seeds"] = dense["seeds"][:1]
+    result["points"].pop()
+    result["continued"] = ["0123456789", "0123456789"]
+    text = serving_tables.conditions(result)
+    assert "1 to 2 seeds a point, as the tables say; earlier seeds ran at commits 0123456." in text
+    assert (
+        "steps cuda-graph, prompts cuda-graph (dense, nr-16); steps cuda-graph, prompts eager (dense)"
+        in text
+    )
+    assert "% (1) |" in serving_tables.sweep(result)
+    assert serving_tables.operating(result)
+    assert serving_tables.finding(result)
+
+
 def test_stress_table_counts_leaks_and_differences() -> None:
     row = {"arm": "dense", "operations": {"submit": 1000, "step": 490, "finish": 7, "abort": 3}}
     row |= {"counters": {"demotions": 5}, "reclamations": 7, "leaked_slots": 1}
