@@ -320,7 +320,7 @@ class PackedRows(CheckpointPool):
 
     @property
     def scratch_bytes(self) -> int:
-        """See `CheckpointPool`: none."""
+        """See `CheckpointPool`: none. The FP32 states of a replay are its own scratch."""
         return 0
 
     def pack(self, source: torch.Tensor, target: torch.Tensor) -> None:

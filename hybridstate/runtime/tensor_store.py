@@ -23,9 +23,9 @@ from hybridstate.runtime.exchange import Exchange
 from hybridstate.runtime.pool import StatePool, runs_of_alike
 from hybridstate.runtime.slots import RESERVED
 from hybridstate.runtime.tiers import Finished, Prefix, Transfer
-from hybridstate.trajectories.graphs import WARM_UP, Replay
+from hybridstate.trajectories import graphs
 
-Replayed = Callable[[Prefix, int], Sequence[torch.Tensor]]
+Replay = Callable[[Prefix, int], Sequence[torch.Tensor]]
 """States after a replay of the last tokens of a prefix, FP32 `[1, H, K, V]` per layer, rows in the pool's order."""
 
 CAPTURED: Final = ("copy", "finite", "pack", "pack aside", "load")
@@ -58,7 +58,7 @@ class TensorStore:
         *,
         kind: Kind = "fp32",
         window: int = 0,
-        replay: Replayed | None = None,
+        replay: Replay | None = None,
         exchange: Exchange | None = None,
         poison: bool = True,
     ) -> None:
@@ -173,7 +173,7 @@ class TensorStore:
             states = [
                 torch.zeros(1, n.value_heads, n.key_dim, n.value_dim, device=device) for n in layers
             ]
-        for _ in range(WARM_UP + 1):
+        for _ in range(graphs.WARM_UP + 1):
             self.clear(0)
             self.finite(0)
             if len(self._conv[0]) > RESERVED:
@@ -222,7 +222,7 @@ class SlotCall:
     ) -> None:
         self._slots = torch.zeros(2, dtype=torch.int64, device=device)
         self._pair = source, target = self._slots[:1], self._slots[1:]
-        self._replay = Replay(lambda refilled: step(source, target, bool(refilled)), device)
+        self._replay = graphs.Replay(lambda refilled: step(source, target, bool(refilled)), device)
         self._replay.reason = self._replay.reason or eager
 
     def name(self, source: int, target: int) -> tuple[torch.Tensor, torch.Tensor]:

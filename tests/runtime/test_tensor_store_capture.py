@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,11 +19,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridstate.errors import NumericError
 from hybridstate.families import ModelSpec
-from hybridstate.kernels import pack, packed_rows, transfer
+from hybridstate.kernels import (
+    pack,
+    pack_triton,
+    packed_rows,
+    packed_rows_triton,
+    transfer,
+    transfer_triton,
+)
 from hybridstate.runtime import compressed
 from hybridstate.runtime.pool import StatePool
 from hybridstate.runtime.tensor_store import CAPTURED, SlotCall, TensorStore
 from hybridstate.runtime.tiers import Prefix
+from hybridstate.trajectories import graphs
 from hybridstate.trajectories.model import load_model
 
 interpreted = pytest.mark.skipif(
@@ -92,7 +100,12 @@ def filled(spec: ModelSpec, kind: str, window: int = 0) -> TensorStore:
     )
     fresh = [draw(1, n.value_heads, n.key_dim, n.value_dim) for n in spec.layers]
     masks = [draw(n.value_heads, n.key_dim) > 0 for n in spec.layers]
-    options: dict[str, Any] = {"window": window, "replay": lambda _prefix, _window: fresh}
+
+    def replay(prefix: Prefix, _window: int) -> list[torch.Tensor]:
+        """Other values and addresses for every length."""
+        return [state * len(prefix.tokens) for state in fresh]
+
+    options: dict[str, Any] = {"window": window, "replay": replay}
     return TensorStore(pool, 3, masks, kind=kind.split()[0], **options)  # type: ignore[arg-type]
 
 
@@ -143,6 +156,131 @@ def test_steps_keep_the_rules_of_a_capture_and_every_bit(
     assert found[:answers] == expected[:answers] == [False, True, True, True, True, True, False]
     for ours, theirs in zip(found[answers:], expected[answers:], strict=True):
         assert torch.equal(ours, theirs)
+
+
+class Tape(TorchDispatchMode):
+    """What a capture would record, played again on the tensors it was recorded on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = []
+        self.recording = True
+        self.fresh = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if self.recording:
+            self.entries.append((func, args, kwargs or {}, found))
+        return found
+
+    def launch(self, run: Callable[[], None]) -> None:
+        """A kernel; what its interpreter does is not part of the tape."""
+        self.recording = False
+        run()
+        self.recording = True
+        self.entries.append((run, (), {}, None))
+
+    def replay(self) -> None:
+        """Recording ran it once already."""
+        if self.fresh:
+            self.fresh = False
+            return
+        for func, args, kwargs, found in self.entries:
+            again = func(*args, **kwargs)
+            pairs = zip(found, again, strict=True) if isinstance(found, list) else [(found, again)]
+            for old, new in pairs:
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class Taped(graphs.Replay):
+    """A tape where a GPU has a graph."""
+
+    tapes: ClassVar[list[Tape]] = []
+    """The one that is recorded."""
+
+    def __init__(self, step: Callable[[Any], None], device: torch.device) -> None:
+        super().__init__(step, device)
+        self.reason = None
+
+    def _capture(self, phase: Any) -> Any:
+        tape = Tape()
+        self.tapes.append(tape)
+        with tape:
+            self._step(phase)
+        self.tapes.pop()
+        self._graphs[phase] = tape
+        self.mode = "tape"
+        return tape
+
+
+class Launched:
+    """A kernel whose launches are recorded."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **options: Any) -> None:
+            def run() -> None:
+                self.kernel[grid](*args, **options)
+
+            if Taped.tapes:
+                Taped.tapes[-1].launch(run)
+            else:
+                run()
+
+        return launch
+
+
+def random_calls(store: TensorStore, calls: int) -> list[Any]:
+    """On random slots; what `finite` answered, and what every slot that is used holds after each."""
+    rng = np.random.Generator(np.random.PCG64(8))
+    found: list[Any] = []
+    for packed in (1, 2, 3):
+        store.pack(1, packed, aside=True)
+    for _ in range(calls):
+        what = ("copy", "pack", "aside", "load", "load", "finite", "freed")[rng.integers(7)]
+        source, target = (int(n) + 1 for n in rng.permutation(4)[:2])
+        packed = int(rng.integers(3)) + 1
+        if what == "copy":
+            store.copy(source, target)
+        elif what in ("pack", "aside"):
+            store.pack(source, packed, aside=what == "aside")
+        elif what == "load":
+            store.load(packed, target, Prefix(np.zeros(5 + packed, np.int32), []))
+        elif what == "finite":
+            found.append(store.finite(source))
+        else:
+            store.freed(target, packed=False)
+        found += [x[1:].clone().view(torch.uint8) for x in (*store.pool.tensors, *store._conv)]
+    return found
+
+
+@interpreted
+@pytest.mark.parametrize("window", [0, 4], ids=["zeros", "replayed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_recorded_steps_on_other_slots_leave_what_they_would(
+    small: ModelSpec, kind: str, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operations and launches of one call, played for later ones: whatever is built in would come again."""
+    expected = random_calls(filled(small, kind, window), 40)
+    for module in (transfer, pack, packed_rows):
+        monkeypatch.setattr(module, "use_triton", lambda _tensor, _backend: True)
+    for module in (transfer_triton, pack_triton, packed_rows_triton):
+        for name in [n for n in vars(module) if n.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Launched(getattr(module, name)))
+    monkeypatch.setattr(graphs, "Replay", Taped)
+    monkeypatch.setattr(compressed, "Replay", Taped)
+    store = filled(small, kind, window)
+    found = random_calls(store, 40)
+    assert all(
+        call["mode"] == "tape" for name, call in store.to_json().items() if name != "pack aside"
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == theirs if isinstance(ours, bool) else torch.equal(ours, theirs)
 
 
 def test_a_step_gets_its_numbers_in_the_same_tensors_every_time() -> None:
