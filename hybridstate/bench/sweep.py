@@ -251,33 +251,41 @@ class Sweep:
         return self._found
 
     def _collect(self, cases: Sequence[Case], into: list[dict[str, Any]]) -> None:
-        """Serve every seed of the cases and add a point for each."""
+        """Serve the cases seed by seed, so that a run which is cut short has some of each, and add their points."""
         prepared = [(case, *self._prepare(case)) for case in cases]
         old = [self._taken(case, head) for case, head, _ in prepared]
-        left = [
-            range(0 if known is None else len(known["seeds"]), self.options.seeds) for known in old
-        ]
         jobs = [
-            Job(case, pools, seed)
-            for (case, _, pools), seeds in zip(prepared, left, strict=True)
-            if pools is not None
-            for seed in seeds
+            (number, Job(case, pools, seed))
+            for seed in range(self.options.seeds)
+            for number, (case, _, pools) in enumerate(prepared)
+            if pools is not None and seed >= _seeds(old[number])
         ]
-        outcomes = self._counted(self._serve(jobs))
-        for (_, head, pools), known, seeds in zip(prepared, old, left, strict=True):
-            if pools is None or not seeds:
-                into.append(known or head)
-                compare(into)
-                continue
-            found = [next(outcomes) for _ in seeds]
-            into.append(
-                point_of(head, [outcome for outcome in found if outcome is not None], known)
-            )
+        found: list[list[Outcome]] = [[] for _ in cases]
+        waiting = {number for number, _ in jobs}
+        base = len(into)
+
+        def put() -> None:
+            """The points that have a seed, or get none, into the result."""
+            into[base:] = [
+                (old[number] or head)
+                if pools is None or _seeds(old[number]) >= self.options.seeds
+                else point_of(head, found[number], old[number])
+                for number, (_, head, pools) in enumerate(prepared)
+                if number not in waiting or found[number]
+            ]
             compare(into)
-            kept = self._kept()
-            self._record(
-                {**self._found, **{name: [*self._found[name], *kept[name]] for name in kept}}
-            )
+
+        outcomes = self._counted(self._serve([job for _, job in jobs]))
+        for (number, _), outcome in zip(jobs, outcomes, strict=True):
+            if outcome is not None:
+                found[number].append(outcome)
+                put()
+                kept = self._kept()
+                self._record(
+                    {**self._found, **{name: [*self._found[name], *kept[name]] for name in kept}}
+                )
+        waiting.clear()
+        put()
 
     def _kept(self) -> dict[str, list[dict[str, Any]]]:
         """Points of an earlier run that this one has not come to, or does not ask for."""
@@ -362,6 +370,11 @@ class Sweep:
             "policy": options.policy,
             "seeds": options.seeds,
         }
+
+
+def _seeds(point: Mapping[str, Any] | None) -> int:
+    """How many seeds of a point are known."""
+    return 0 if point is None else len(point["seeds"])
 
 
 def wanted(name: str, arms: Sequence[str]) -> bool:

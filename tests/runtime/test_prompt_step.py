@@ -256,7 +256,9 @@ def test_captured_prompts_equal_eager_ones_on_a_gpu(model: str, state: str, tmp_
     """The same requests and replays twice: while they are captured, and from graphs alone."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     name, changes = MODELS[model]
-    loaded = dummy_model(small(tmp_path / model, name, **changes), device="cuda")
+    loaded = dummy_model(
+        small(tmp_path / model, name, **changes), device="cuda", dtype=torch.float32
+    )
     whole = server(loaded, padded=True, state=state)
     plain = server(loaded, padded=False, state=state)
     assert whole._prompts is not None, whole.engine.modules.refused.reasons
