@@ -131,14 +131,16 @@ def hit_rate(point: Mapping[str, Any]) -> float:
 
 
 def compare(points: Sequence[dict[str, Any]]) -> None:
-    """Add every point's change against the dense arm at the same ratio and limit."""
+    """Add every point's change against the dense arm at the same ratio and limit, over the seeds that both have."""
     dense = {(p["ratio"], p["limit"]): p for p in points if p["arm"] == "dense" and "mean" in p}
     for point in points:
         base = dense.get((point["ratio"], point["limit"]))
         if base is None or "mean" not in point:
             continue
+        both = min(len(base["seeds"]), len(point["seeds"]))
+        ours, theirs = (mean_over_seeds(p["seeds"][:both]) for p in (point, base))
         point["against_dense"] = {
-            name: point["mean"][key] / base["mean"][key] - 1 if base["mean"][key] else 0.0
+            name: ours[key] / theirs[key] - 1 if theirs[key] else 0.0
             for name, key in (
                 ("ttft", "mean_ttft_ms"),
                 ("e2e", "mean_e2e_latency_ms"),

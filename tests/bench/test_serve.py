@@ -339,6 +339,15 @@ def test_a_run_goes_on_with_more_seeds_of_some_points(
         rates = [seed["hybridstate"]["token_hit_rate"] for seed in new["seeds"]]
         assert new["token_hit_rate"] == pytest.approx(np.mean(rates))
         assert len(new["operations"]["prefill"]) >= len(old["operations"]["prefill"])
+    for point in found["points"]:
+        dense = next(
+            p for p in found["points"] if (p["arm"], p["ratio"]) == ("dense", point["ratio"])
+        )
+        both = min(len(dense["seeds"]), len(point["seeds"]))
+        ours, theirs = (
+            np.mean([seed["mean_ttft_ms"] for seed in p["seeds"][:both]]) for p in (point, dense)
+        )
+        assert point["against_dense"]["ttft"] == pytest.approx(ours / theirs - 1)
     file.write_text(json.dumps({"result": found}))
     fewer = bench_serve(tiny_kda, ratios=(0.25,), arms=("damp",), **{**arguments, "seeds": 1})
     assert (found["seeds"], fewer["seeds"], fewer["points"]) == (2, 2, found["points"])
