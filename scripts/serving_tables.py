@@ -4,15 +4,17 @@ Sources: benchmarks/serve-*.json (`bench serve`), benchmarks/simulate-*.json (`b
 benchmarks/cache-stress.json (scripts/cache_stress.py). A block without a source says that nothing was recorded.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pictures
 import tables
-from recordings import SERVED, recorded, source_line
+from recordings import BENCHMARKS, SERVED, recorded, source_line
 
 from hybridstate.bench.serving_points import ways
 from hybridstate.cli.output import counted
+from hybridstate.cli.serving_output import dense_hits
 
 PAPER_CUT = -0.42
 """Change of the mean TTFT that DASC reports (abstract, 5.4); another model and trace."""
@@ -79,34 +81,38 @@ def sweep(result: Result) -> str:
     return tables.markdown(["arm", *(f"ratio {ratio:g}" for ratio in ratios)], rows)
 
 
-def finding(result: Result) -> str:
-    """What the rule chose and what the arms gained there, beside the paper's figure."""
-    point = result["operating_point"]
-    limit = result["points"][0]["limit"]
-    gains = [
-        (p["against_dense"]["ttft"], p["arm"])
+def changes(result: Result) -> dict[str, float]:
+    """Change of the mean TTFT against dense of every other arm, at the operating point and the first limit."""
+    chosen, limit = result["operating_point"]["ratio"], result["points"][0]["limit"]
+    return {
+        p["arm"]: p["against_dense"]["ttft"]
         for p in result["points"]
-        if p["ratio"] == point["ratio"]
+        if p["ratio"] == chosen
         and p["limit"] == limit
         and p["arm"] != "dense"
         and "against_dense" in p
-    ]
-    hits = ", ".join(f"{k} {100 * v:.1f} %" for k, v in point["dense_token_hit_rates"].items())
+    }
+
+
+def finding(result: Result) -> str:
+    """What the rule chose and what the arms gained there, beside the paper's figure."""
+    point = result["operating_point"]
+    gains = [(change, arm) for arm, change in changes(result).items()]
     text = (
         f"The rule chose ratio {point['ratio']:g} (dense token hit {tables.percent(point['dense_token_hit_rate'])}; "
-        f"by ratio: {hits})."
+        f"by ratio: {dense_hits(point)})."
     )
     ours = [(change, arm) for change, arm in gains if arm.startswith(("nr", "wr"))]
     if ours:
         best, arm = min(ours)
         text += (
-            f" There `{arm}` changes the mean TTFT by {100 * best:+.1f} %, the most of DASC's arms; DASC reports "
+            f" There `{arm}` changes the mean TTFT by {100 * best:+.1f} %, the best of DASC's arms; DASC reports "
             f"{100 * PAPER_CUT:.0f} % on its model and trace."
         )
         text += _room(result, arm)
     if gains and min(gains) not in ours:
         best, arm = min(gains)
-        what = "Most of all arms:" if ours else "The largest change of the mean TTFT there:"
+        what = "Best of all arms:" if ours else "The best change of the mean TTFT there:"
         text += f" {what} `{arm}`, {100 * best:+.1f} %."
     return text
 
@@ -163,6 +169,21 @@ def fit(result: Result) -> str:
     )
 
 
+def beside(result: Result, measured: Result) -> str:
+    """What a fitted simulation says of the arms that were measured; empty where the rule chose another ratio."""
+    chosen = result["operating_point"]["ratio"]
+    if measured["operating_point"]["ratio"] != chosen:
+        return ""
+    ours = changes(result)
+    both = {arm: (was, ours[arm]) for arm, was in changes(measured).items() if arm in ours}
+    if not both:
+        return ""
+    pairs = (f"`{arm}` {100 * was:+.1f} / {100 * now:+.1f} %" for arm, (was, now) in both.items())
+    text = f"Change of the mean TTFT at ratio {chosen:g}, measured / simulated: {', '.join(pairs)}."
+    turned = [f"`{arm}`" for arm, (was, now) in both.items() if was * now < 0]
+    return f"{text} The sign differs for {', '.join(turned)}." if turned else text
+
+
 def conditions(result: Result) -> str:
     """What was served, on what, and whose seconds these are."""
     trace, profile = result["trace"], result["profile"]
@@ -174,9 +195,13 @@ def conditions(result: Result) -> str:
     each = [len(p["seeds"]) for p in (*result["points"], *result["control"]) if "mean" in p]
     seeds = counted(result["seeds"], "seed")
     if each and min(each) < result["seeds"]:
-        seeds = f"{min(each)} to {max(each)} seeds a point, as the tables say"
+        seeds = (
+            f"{min(each)} to {max(each)} seeds a point, as the tables say, and changes against dense over the seeds "
+            "that both have"
+        )
     if result.get("continued"):
-        seeds += f"; earlier seeds ran at commits {', '.join(c[:7] for c in dict.fromkeys(result['continued']))}"
+        commits = [commit[:7] for commit in dict.fromkeys(result["continued"])]
+        seeds += f"; earlier seeds ran at {'commit' if len(commits) == 1 else 'commits'} {', '.join(commits)}"
     different = ways([*result["points"], *result["control"]])
     if len(different) > 1:
         told = "; ".join(f"{name} ({', '.join(arms)})" for name, arms in different.items())
@@ -252,12 +277,11 @@ def runs(pattern: str) -> str:
     parts = []
     for path, document in recorded(pattern):
         result = document["result"]
-        command = " ".join(("hybridstate", *document["arguments"]))
         parts += [
             f"### {heading(result)}",
             conditions(result),
             finding(result),
-            *([text] if (text := fit(result)) else []),
+            *(text for text in (" ".join(filter(None, (fit(result), fitted(document)))),) if text),
             operating(result),
             sweep(result),
             *(
@@ -265,9 +289,18 @@ def runs(pattern: str) -> str:
                 for name in ("serving_cutoffs", "serving_ratios")
                 if (pictures.FIGURES / "serving" / path.stem / f"{name}.png").exists()
             ),
-            f"Source: [{path.name}](../benchmarks/{path.name}). Command: `{command}`.",
+            source_line(path, document),
         ]
     return "\n\n".join(parts) or NOTHING
+
+
+def fitted(document: Mapping[str, Any]) -> str:
+    """The comparison of a simulation with the recorded run that its costs are from."""
+    words = document["arguments"]
+    path = BENCHMARKS / words[words.index("--fit") + 1] if "--fit" in words else None
+    if path is None or not path.exists():
+        return ""
+    return beside(document["result"], json.loads(path.read_text())["result"])
 
 
 def stress_block() -> str:
@@ -306,13 +339,12 @@ def exchange_block() -> str:
             "load, µs",
         ]
         tp, ran = result["protocol"]["tp"], result["protocol"]["backend"]
-        command = " ".join(("hybridstate", *document["arguments"]))
         parts += [
             f"`{result['model']}`, {tp} ranks on {tp} {document['provenance']['device']} ({ran}), "
             "synthetic states; capacity: dense bytes over slot bytes on the fullest rank; times of "
             "the slowest rank, gather and scatter included.",
             tables.markdown(head, rows),
-            f"Source: [{path.name}](../benchmarks/{path.name}). Command: `{command}`.",
+            source_line(path, document),
         ]
     return "\n\n".join(parts) or NOTHING
 

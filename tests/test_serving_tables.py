@@ -1,5 +1,7 @@
 """Tables of docs/serving.md hold the numbers of a run."""
 
+from typing import Any
+
 import serving_tables
 
 from hybridstate.bench.cost_model import CostModel
@@ -47,7 +49,10 @@ def test_a_run_that_went_on_says_how_its_seeds_ran() -> None:
     result["points"].pop()
     result["continued"] = ["0123456789", "0123456789"]
     text = serving_tables.conditions(result)
-    assert "1 to 2 seeds a point, as the tables say; earlier seeds ran at commits 0123456." in text
+    assert (
+        "1 to 2 seeds a point, as the tables say, and changes against dense over the seeds" in text
+    )
+    assert "; earlier seeds ran at commit 0123456." in text
     assert (
         "steps cuda-graph, prompts cuda-graph (dense, nr-16); steps cuda-graph, prompts eager (dense)"
         in text
@@ -55,6 +60,33 @@ def test_a_run_that_went_on_says_how_its_seeds_ran() -> None:
     assert "% (1) |" in serving_tables.sweep(result)
     assert serving_tables.operating(result)
     assert serving_tables.finding(result)
+
+
+def test_what_a_simulation_says_beside_what_was_measured() -> None:
+    """Arms of both runs at the same ratio, the sign that turned named, rates by ratio and not by when they ran."""
+
+    def run(chosen: float, **changes: float) -> dict[str, Any]:
+        points = [
+            {"arm": arm, "ratio": chosen, "limit": 32, "balance": "off", "against_dense": {"ttft": change}}
+            for arm, change in changes.items()
+        ]  # fmt: skip
+        rates = {"1": 0.5, "0.5": 0.7, "10": 0.1}
+        rule = {"ratio": chosen, "dense_token_hit_rate": 0.5, "dense_token_hit_rates": rates}
+        return {"operating_point": rule, "points": points}
+
+    measured = run(1.0, dense=0.0, damp=-0.31, wr=-0.04, int8=-0.2)
+    simulated = run(1.0, dense=0.0, damp=-0.3, wr=0.02, bf16=-0.1)
+    text = serving_tables.beside(simulated, measured)
+    assert text == (
+        "Change of the mean TTFT at ratio 1, measured / simulated: `damp` -31.0 / -30.0 %, `wr` -4.0 / +2.0 %. "
+        "The sign differs for `wr`."
+    )
+    assert serving_tables.beside(simulated, run(2.0, dense=0.0, damp=-0.31)) == ""
+    assert serving_tables.beside(simulated, run(1.0, dense=0.0, int8=-0.2)) == ""
+    found = serving_tables.finding(run(1.0, damp=-0.3, bf16=-0.1))
+    assert "by ratio: 0.5 70.0 %, 1 50.0 %, 10 10.0 %)." in found
+    assert "The best change of the mean TTFT there: `damp`, -30.0 %." in found
+    assert serving_tables.fitted({"arguments": ["bench", "simulate"], "result": simulated}) == ""
 
 
 def test_stress_table_counts_leaks_and_differences() -> None:

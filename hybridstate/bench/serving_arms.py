@@ -125,7 +125,7 @@ class Arm:
             packed = usable_slots(rest, self.cached.full_bytes + beside)
         if native < 1 or (self.cached is not None and packed < 1):
             raise UsageError(
-                f"{self.name}: {budget:,} bytes hold no pools of {native} native slots and a compressed one",
+                f"{self.name}: {budget:,} bytes are too few for {native} native slots and a compressed one",
                 hint="take fewer running requests, or a smaller --ratio",
             )
         cached_bytes = 0 if self.cached is None else self.cached.full_bytes

@@ -262,7 +262,8 @@ def fit_and_predict(
         predict: mean TTFT in seconds and token hit rate of a point under a cost model.
 
     Returns:
-        The fitted model with standard errors, and measured beside predicted numbers of every point.
+        The fitted model with standard errors, and measured beside predicted numbers of every point, with its arm,
+        ratio and limit where they are known.
 
     Raises:
         SourceError: fewer than two points, or one without its measurements.
@@ -284,6 +285,7 @@ def fit_and_predict(
         rows.append(
             {
                 "point": number,
+                **{name: point[name] for name in ("arm", "ratio", "limit") if name in point},
                 "fitted": number % 2 == 0,
                 "measured_ttft_s": point["mean_ttft_s"],
                 "predicted_ttft_s": ttft,

@@ -100,7 +100,7 @@ def serve(
         typer.Option(
             "--resume",
             metavar="FILE",
-            help="Earlier result of the same sweep, whole or partial; complete points are not run again.",
+            help="Earlier result of the same sweep, whole or partial; its seeds are kept and not run again.",
             show_default=False,
         ),
     ] = None,

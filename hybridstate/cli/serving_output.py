@@ -1,5 +1,6 @@
 """Tables of `bench serve` and `bench simulate`: fit, every point, operating point, control."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from hybridstate.bench.serving_points import ways
@@ -50,11 +51,7 @@ def serving_tables(out: Output, result: dict[str, Any]) -> None:
         return
     out.text(
         f"operating point: ratio {operating['ratio']:g}, dense token hit rate "
-        f"{100 * operating['dense_token_hit_rate']:.1f} % ({operating['rule']}); by ratio: "
-        + ", ".join(
-            f"{ratio} {100 * hit:.1f} %"
-            for ratio, hit in operating["dense_token_hit_rates"].items()
-        )
+        f"{100 * operating['dense_token_hit_rate']:.1f} % ({operating['rule']}); by ratio: {dense_hits(operating)}"
     )
     if result["control"]:
         _points_table(
@@ -97,6 +94,12 @@ def _points_table(
         out.warn(text)
 
 
+def dense_hits(operating: Mapping[str, Any]) -> str:
+    """Dense token hit rate at every ratio, the smallest first, in whatever order they ran."""
+    rates = sorted(operating["dense_token_hit_rates"].items(), key=lambda item: float(item[0]))
+    return ", ".join(f"{ratio} {100 * rate:.1f} %" for ratio, rate in rates)
+
+
 def _point_row(point: dict[str, Any]) -> tuple[object, ...]:
     head = (point["arm"], f"{point['ratio']:g}", point["limit"])
     if "mean" not in point:
@@ -129,10 +132,23 @@ def _fit_table(out: Output, fitted: dict[str, Any]) -> None:
     out.table("fitted cost model, seconds", ("operation", "per", "value", "+/-"), rows)
     out.table(
         "measured and predicted points",
-        ("point", "used", "TTFT s", "predicted", "error", "hit %", "predicted", "points"),
+        (
+            "arm",
+            "ratio",
+            "limit",
+            "used",
+            "TTFT s",
+            "predicted",
+            "error",
+            "hit %",
+            "predicted",
+            "points",
+        ),
         [
             (
-                row["point"],
+                row.get("arm", row["point"]),
+                None if "ratio" not in row else f"{row['ratio']:g}",
+                row.get("limit"),
                 "fitted" if row["fitted"] else "predicted",
                 f"{row['measured_ttft_s']:.3f}",
                 f"{row['predicted_ttft_s']:.3f}",

@@ -68,7 +68,14 @@ def _how(result: Result) -> str:
     made = "synthetic trace" if trace["synthetic"] else "trace"
     how = "simulated" if result["simulated"] else f"measured on {result['device']['name']}"
     ranks = result["profile"]["tp"]
-    return f"{made} {trace['name']}, {how}{f', TP {ranks}' if ranks > 1 else ''}"
+    think = result["think_s"]
+    parts = [
+        f"{made} {trace['name']}",
+        f"think time {think:g} s" if think else "no think time",
+        how,
+    ]
+    parts += [f"TP {ranks}"] if ranks > 1 else []
+    return ", ".join(parts)
 
 
 def _value(point: Point, metric: str) -> float:

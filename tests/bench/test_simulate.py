@@ -234,7 +234,7 @@ def test_every_arm_fits_the_dense_bytes(scope: str) -> None:
         each = (arm.cached or arm.live).full_bytes
         kv = 0 if pools.kv_tokens is None else total // 101 - dense.live.full_bytes
         assert total - used < each + kv, f"{arm.name} leaves a slot unused"
-    with pytest.raises(UsageError, match="hold no pools"):
+    with pytest.raises(UsageError, match="too few for"):
         ARMS["nr-16"].pools(dense.live, 10, native=20)
 
 
