@@ -159,7 +159,7 @@ class Sweep:
         kv_bytes: attention bytes per token.
         serve: runs jobs.
         progress: called with (stage, done, total).
-        record: receives the points so far whenever one is complete.
+        record: receives the points so far after every seed, in the order of the cases, then what `known` has more.
         known: points of an earlier run (`earlier`). Their seeds are not run again, and those that this sweep does not
             ask for stay as they are.
 
@@ -254,6 +254,7 @@ class Sweep:
         """Serve the cases seed by seed, so that a run which is cut short has some of each, and add their points."""
         prepared = [(case, *self._prepare(case)) for case in cases]
         old = [self._taken(case, head) for case, head, _ in prepared]
+        self._done += self.options.seeds * sum(pools is None for _, _, pools in prepared)
         jobs = [
             (number, Job(case, pools, seed))
             for seed in range(self.options.seeds)

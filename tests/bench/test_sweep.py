@@ -1,0 +1,190 @@
+"""Points of a serving comparison seed by seed, with a made-up server: what a run has that ends early, and goes on."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from hybridstate.bench.serving_arms import kimi_profile
+from hybridstate.bench.serving_points import Outcome, earlier
+from hybridstate.bench.sweep import Job, Options, Sweep, chosen_arms
+from hybridstate.bench.traces import no_sharing, wildchat_shape
+from hybridstate.errors import UsageError
+
+EVERY = kimi_profile().arms((16,))
+NAMES = ("dense", "nr-16", "wr-16")
+TRACE = wildchat_shape(8)
+RATIOS = (0.5, 1.0)
+SEEDS = 3
+HITS = {0.5: 0.7, 1.0: 0.5}
+
+
+class Server:
+    """Ends after some outcomes; the hit rate depends on the working set alone.
+
+    Args:
+        left: outcomes until the deadline.
+        failing: name of an arm and its seed that fails.
+    """
+
+    def __init__(self, left: int = 1000, failing: tuple[str, int] | None = None) -> None:
+        self.left, self.failing = left, failing
+        self.begun: list[tuple[str, float, bool, int]] = []
+
+    def __call__(self, jobs: Sequence[Job]) -> Iterator[Outcome | None]:
+        for job in jobs:
+            if not self.left:
+                yield None
+                continue
+            self.left -= 1
+            case = job.case
+            self.begun.append((case.arm.name, case.ratio, case.control, job.seed))
+            if (case.arm.name, job.seed) == self.failing:
+                yield Outcome({}, "", error="RuntimeError: refused")
+                continue
+            times = {f"mean_{name}_ms": 10.0 + job.seed for name in ("ttft", "e2e_latency", "tpot")}
+            hit = {"token_hit_rate": 0.0 if case.control else HITS[case.ratio]}
+            digest = f"{case.arm.name} {case.ratio:g} {job.seed}"
+            rows = {"prefill": [[float(job.seed), 1.0]]}
+            yield Outcome({**times, "hybridstate": hit}, digest, digest, rows, {"mode": "eager"})
+
+
+def sweep(
+    server: Server, *, seeds: int = SEEDS, known: dict[str, Any] | None = None, **options: Any
+) -> tuple[dict[str, Any], list[dict[str, Any]], list[tuple[str, int, int]]]:
+    """Result, records made on the way, and progress."""
+    records: list[dict[str, Any]] = []
+    told: list[tuple[str, int, int]] = []
+    given: dict[str, Any] = {"ratios": RATIOS, "limits": (4,), "clients": 8, **options}
+    made = Sweep(
+        EVERY[0],
+        chosen_arms(EVERY, NAMES),
+        TRACE,
+        no_sharing(8),
+        Options(cutoffs=(16,), seeds=seeds, **given),
+        kv_bytes=0,
+        serve=server,
+        progress=lambda *step: told.append(step),
+        # a copy: the sweep goes on with its lists
+        record=lambda found: records.append({**found, "points": list(found["points"])}),
+        known=None if known is None else earlier(known, {}),
+    )
+    return made.run(), records, told
+
+
+def places(found: dict[str, Any], name: str = "points") -> list[tuple[str, float]]:
+    return [(point["arm"], point["ratio"]) for point in found[name]]
+
+
+def counts(found: dict[str, Any], name: str = "points") -> list[int]:
+    return [len(point.get("seeds", ())) for point in found[name]]
+
+
+ORDER = [("dense", 0.5), ("dense", 1.0), ("nr-16", 1.0), ("wr-16", 1.0), ("nr-16", 0.5), ("wr-16", 0.5)]  # fmt: skip
+"""The dense arm everywhere, the operating point, and the working set next to it."""
+
+
+def test_seeds_of_all_arms_come_before_the_next_seed() -> None:
+    server = Server()
+    found, records, told = sweep(server)
+    assert places(found) == ORDER
+    assert places(found, "control") == [(name, 1.0) for name in NAMES]
+    assert counts(found) == [SEEDS] * 6
+    assert counts(found, "control") == [SEEDS] * 3
+    begun = [(name, ratio, seed) for name, ratio, control, seed in server.begun if not control]
+    assert begun == [
+        (*ORDER[place], seed)
+        for group in ((0, 1), (2, 3), (4, 5))
+        for seed in range(SEEDS)
+        for place in group
+    ]
+    assert len(records) == len(server.begun)
+    for number, record in enumerate(records, 1):
+        assert places(record) == ORDER[: len(record["points"])]
+        assert sum(counts(record)) + sum(counts(record, "control")) <= number
+    whole = (len(RATIOS) + 1) * len(NAMES) * SEEDS
+    assert [total for _, _, total in told] == [whole] * len(told)
+    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
+    assert told[-1] == ("serve", whole, whole)
+    for point in found["points"]:
+        assert point["reclamation_digests"] == point["output_digests"]
+        assert point["operations"]["prefill"] == [[float(seed), 1.0] for seed in range(SEEDS)]
+
+
+@pytest.mark.parametrize("left", range(6 * SEEDS + 1))
+def test_a_run_that_is_cut_short_has_the_first_seeds_and_goes_on(left: int) -> None:
+    """After any number of outcomes: seeds 0, 1 ... of every point, arms of one group at most one apart."""
+    found, records, told = sweep(Server(left), control=False)
+    assert len(records) == left
+    assert places(found)[:2] == ORDER[:2]
+    assert sorted(places(found)) == sorted(ORDER)
+    assert sum(counts(found)) == left
+    assert told[-1][1] == told[-1][2], "what was not begun is counted"
+    for group in ((0, 1), (2, 3), (4, 5)):
+        several = [counts(found)[place] for place in group]
+        assert max(several) - min(several) <= 1
+    for point in found["points"]:
+        begun = range(len(point.get("seeds", ())))
+        expected = [f"{point['arm']} {point['ratio']:g} {n}" for n in begun]
+        assert point.get("output_digests", []) == expected
+        assert ("not begun before the deadline" in point.get("skipped", "")) == (
+            "mean" not in point
+        )
+    if not left:
+        return
+    whole, _, _ = sweep(Server(), control=False)
+    for document in (found, records[-1]):
+        server = Server()
+        rest, _, told = sweep(server, known=document, control=False)
+        by_place = dict(zip(places(rest), rest["points"], strict=True))
+        for place, point in zip(places(whole), whole["points"], strict=True):
+            assert by_place[place]["output_digests"] == point["output_digests"]
+            assert by_place[place]["mean"] == point["mean"]
+        assert len(server.begun) == 6 * SEEDS - left
+        assert told[-1][1] == told[-1][2]
+
+
+def test_points_of_an_earlier_run_keep_their_place_in_every_record() -> None:
+    """Two seeds become three; arms and working sets that are not asked for stay at the end."""
+    first, _, _ = sweep(Server(), seeds=2)
+    server = Server()
+    found, records, _ = sweep(server, known=first, ratios=(1.0,), control=False)
+    assert [seed for *_, seed in server.begun] == [2] * 3
+    for record in (*records, found):
+        assert sorted(places(record)) == sorted(ORDER)
+        assert places(record, "control") == places(first, "control")
+    assert places(found)[:2] == [("dense", 1.0), ("dense", 0.5)]
+    assert counts(found) == [3 if ratio == 1.0 else 2 for _, ratio in places(found)]
+    assert [sum(counts(record)) for record in records] == [13, 14, 15]
+    assert found["seeds"] == 3
+
+
+def test_an_arm_that_fails_says_so_and_keeps_what_an_earlier_run_has() -> None:
+    broken = ("nr-16", 2)
+    alone, _, _ = sweep(Server(failing=broken), control=False)
+    point = next(p for p in alone["points"] if p["arm"] == "nr-16")
+    assert (point["failed"], point["skipped"]) == (True, "nr-16: RuntimeError: refused")
+    first, _, _ = sweep(Server(), seeds=2, control=False)
+    found, _, _ = sweep(Server(failing=broken), known=first, control=False)
+    for point in found["points"]:
+        failed = point["arm"] == "nr-16"
+        assert len(point["seeds"]) == (2 if failed else 3)
+        assert point.get("not_continued") == ("nr-16: RuntimeError: refused" if failed else None)
+    rest, _, _ = sweep(Server(), known=found, control=False)
+    assert counts(rest) == [3] * 6
+    assert not any("not_continued" in point for point in rest["points"])
+
+
+def test_points_without_pools_are_counted_as_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = type(EVERY[0]).pools
+
+    def refused(self: Any, *given: Any, **options: Any) -> Any:
+        if self.name == "wr-16":
+            raise UsageError("no slot fits")
+        return pools(self, *given, **options)
+
+    monkeypatch.setattr(type(EVERY[0]), "pools", refused)
+    found, _, told = sweep(Server(), control=False)
+    skipped = [p for p in found["points"] if p["arm"] == "wr-16"]
+    assert [p["skipped"] for p in skipped] == ["no slot fits"] * 2
+    assert told[-1][1] == told[-1][2]
