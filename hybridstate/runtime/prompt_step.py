@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SHORTEST: Final = 32
 """Tokens of the shortest captured prompt: a chunk of the recurrence."""
 _HEAD: Final = 8
-"""Integers before the tokens of a prompt: slot, line, tokens held, tokens that count, every second one."""
+"""Integers before the tokens of a prompt: slot, line, tokens held, tokens that count; each begins 16 bytes."""
 
 
 def padded_lengths(longest: int) -> tuple[int, ...]:
@@ -119,7 +119,7 @@ class PromptSteps:
         """Capture every length now rather than when it comes; overwrites a slot and a line that nobody uses.
 
         Args:
-            slot, line: as they say.
+            slot, line: of the pool and of the lines.
             window: tokens of the longest replay; replays of no more are captured too.
             fewest: the smallest of all ranks' numbers. Where one rank captures nothing, none does: a rank whose prompts
                 have their own length would wait for others whose prompts are padded.
@@ -137,7 +137,7 @@ class PromptSteps:
                 until((True, size), partial(self.replayed, tokens, 0, line))
             below = size
         if not fewest(int(self._replay.reason is None)):
-            self._replay.reason = self._replay.reason or "another rank captures none"
+            self._replay.refuse("another rank captures none")
 
     def to_json(self) -> dict[str, Any]:
         """How prompts ran."""

@@ -223,7 +223,8 @@ class SlotCall:
         self._slots = torch.zeros(2, dtype=torch.int64, device=device)
         self._pair = source, target = self._slots[:1], self._slots[1:]
         self._replay = graphs.Replay(lambda refilled: step(source, target, bool(refilled)), device)
-        self._replay.reason = self._replay.reason or eager
+        if eager is not None:
+            self._replay.refuse(eager)
 
     def name(self, source: int, target: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Both numbers on the device, one launch: they ride as its arguments, so there is nothing to wait for."""
@@ -271,9 +272,8 @@ class _Moves:
 
     def pack(self, source: torch.Tensor, target: torch.Tensor, _refilled: bool) -> None:
         """Native to compressed."""
-        if (
-            self._pool.rings
-        ):  # folded into the slot that nobody has; a running request's own goes on
+        # folded into the slot that nobody has; a running request's own goes on
+        if self._pool.rings:
             self._pool.copy(source, self._nobody)
             source = self._nobody
         self._checkpoints.pack(source, target)

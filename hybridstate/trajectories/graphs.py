@@ -79,6 +79,12 @@ class Replay:
         """What ran, and how many graphs."""
         return {"mode": self.mode, "reason": self.reason, "graphs": len(self._graphs)}
 
+    def refuse(self, reason: str) -> None:
+        """Run eagerly from here on, without graphs; a reason that there is already stays."""
+        self.reason = self.reason or reason
+        self.mode = "eager"
+        self._graphs.clear()
+
     def close(self) -> None:
         """Free the graphs and what the step holds; it cannot run again."""
         self._graphs.clear()
@@ -99,9 +105,7 @@ class Replay:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._step(phase)
         except Exception as error:  # compilers and drivers raise anything; the step runs eagerly
-            self.reason = brief(error)
-            self.mode = "eager"
-            self._graphs.clear()
+            self.refuse(brief(error))
             return None
         self._pool = graph.pool()
         self._graphs[phase] = graph

@@ -196,6 +196,9 @@ class FakeReplay:
     def has(self, phase: object) -> bool:
         return self.reason is None and self.calls.count(phase) > 1
 
+    def refuse(self, reason: str) -> None:
+        self.reason = self.reason or reason
+
 
 def captured(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, *given: Any

@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -243,6 +244,22 @@ def test_without_a_gpu_a_step_runs_eagerly_and_says_why() -> None:
         replay(phase)
     assert seen == [1, 2, 1]
     assert (replay.mode, replay.reason) == ("eager", "no GPU")
+
+
+def test_a_refused_step_gives_its_graphs_up_and_says_so() -> None:
+    """A result must not call steps captured that run eagerly from then on."""
+    seen: list[Any] = []
+    replay = Replay(seen.append, torch.device("cpu"))
+    replay.reason, replay.mode = None, "cuda-graph"
+    replay._graphs[1] = SimpleNamespace(replay=lambda: seen.append("graph"))
+    replay(1)
+    replay.refuse("another rank captures none")
+    replay(1)
+    assert seen == ["graph", 1]
+    told = {"mode": "eager", "reason": "another rank captures none", "graphs": 0}
+    assert replay.to_json() == told
+    replay.refuse("later")
+    assert replay.to_json() == told
 
 
 LONGER = replace(
