@@ -12,7 +12,7 @@ cannot, because it talks to other ranks or takes tensors from elsewhere, has cal
 """
 
 from collections.abc import Hashable, Sequence
-from typing import Any, Final, Literal, Protocol
+from typing import Final, Literal, Protocol
 
 import numpy as np
 import torch
@@ -395,10 +395,6 @@ class GivenStates:
         torch._foreach_copy_(self.states, list(states))
         self._check()
         return bool(self._finite)
-
-    def to_json(self) -> dict[str, Any]:
-        """How the check ran."""
-        return self._check.to_json()
 
 
 def row_masks(pool: StatePool, retained: Sequence[torch.Tensor] | None) -> tuple[torch.Tensor, ...]:

@@ -205,7 +205,7 @@ def test_graphs_leave_what_eager_calls_leave(
         assert store.to_json() == ran
         if captured and window and isinstance(rows := store.checkpoints, PackedRows):
             assert rows._given is not None
-            check = rows._given.to_json()
+            check = rows._given._check.to_json()
             assert (check["mode"], check["reason"]) == ("cuda-graph", None)
     for (answers, held), (eager_answers, eager_held) in zip(*found, strict=True):
         assert answers == eager_answers
