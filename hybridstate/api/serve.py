@@ -68,7 +68,7 @@ def bench_serve(
         device: `auto`, `cpu` or `cuda`.
         dtype: of the weights: `auto`, `float32`, `bfloat16` or `float16`.
         progress: called with (stage, done, total).
-        record: receives the result so far after every point.
+        record: receives the result so far after every seed of a point.
 
     Raises:
         UsageError: an option is out of range.

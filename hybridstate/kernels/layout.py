@@ -365,7 +365,10 @@ def _reorder(x: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Bool `[]`: whether every number is finite; a finite sum of magnitudes proves finite terms."""
+    """Bool `[]` on the device of the tensors (at least one, none of integers): whether all numbers are finite.
+
+    A finite sum of magnitudes proves finite terms, so the answer is no as well where that sum overflows float32.
+    """
     kinds: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault(tensor.dtype, []).append(tensor)

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridstate.errors import NumericError
 from hybridstate.kernels.codec import quantise_rows
-from hybridstate.kernels.layout import DenseLayout, PackedLayout
+from hybridstate.kernels.layout import DenseLayout, PackedLayout, all_finite
 
 
 def state(layout: PackedLayout | DenseLayout, *lead: int) -> torch.Tensor:
@@ -222,3 +222,20 @@ def test_no_scale_is_divided_by_a_plain_number() -> None:
             pack(torch.randn(64, 64))
         assert divisors.found
         assert all(isinstance(x, torch.Tensor) for x in divisors.found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_one_number_that_is_not_finite_is_seen(dtype: torch.dtype, bad: float) -> None:
+    """In any tensor of several types; also beside one that cancels it in a plain sum."""
+    tensors = [torch.randn(5, 7), torch.randn(3), torch.randn(2, 300).to(dtype)]
+    assert bool(all_finite(tensors))
+    tensors[2][1, 4] = bad
+    assert not bool(all_finite(tensors))
+    tensors[0][0, 0] = -bad
+    assert not bool(all_finite(tensors))
+
+
+def test_magnitudes_of_sixteen_bits_do_not_overflow_but_those_of_float32_may() -> None:
+    assert bool(all_finite([torch.full((4096,), 65504.0, dtype=torch.float16)]))
+    assert not bool(all_finite([torch.full((2,), 3e38)])), "a no means: look closer"

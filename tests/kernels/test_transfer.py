@@ -240,3 +240,14 @@ def test_fused_remainders_round_as_ieee_division() -> None:
             fused(scale, np.full_like(top, -127.0), top), np.full_like(top, inverse), scale
         )
     assert np.array_equal(scale, top / np.float32(127.0))
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 8, 4), (1, 5, 7, 3), (1, 1, 1, 1)])
+def test_fresh_layers_are_addressed_as_given_ones_are(shape: tuple[int, ...]) -> None:
+    """Sizes that are no whole 16 bytes too; layers do not overlap."""
+    found = LayerSet.fresh(3, shape, "cpu")
+    assert torch.equal(found.table, LayerSet.of(found.tensors).table)
+    for number, x in enumerate(found.tensors):
+        assert (x.shape, x.dtype, x.is_contiguous()) == (shape, torch.float32, True)
+        x.fill_(number)
+    assert all(bool((x == n).all()) for n, x in enumerate(found.tensors))

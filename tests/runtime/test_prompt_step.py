@@ -21,7 +21,6 @@ from tests.tolerances import assert_within, relative_rms
 from tests.trajectories.test_graphs import small
 
 LENGTH = 90
-GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 @pytest.fixture(params=["qwen3_5", "kimi_linear"])
