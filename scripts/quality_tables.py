@@ -29,7 +29,8 @@ READ = (
     "Scores in %, in brackets points from dense on the same questions with their standard error (0: no question "
     "scored otherwise); of random masks, which keep as many units per layer as NR, mean and SD over the masks. *To the "
     "prompt*: cached up to one token before the prompt's end; *to the question*: 64 tokens of prose and the question "
-    "follow. KL: of the first token from dense, nats, cached to the prompt."
+    "follow. KL: of the first token from dense, nats, cached to the prompt. *Beyond noise*: by more than two standard "
+    "errors."
 )
 """How the tables by arm and by format are read."""
 

@@ -44,7 +44,13 @@ def earlier(document: Mapping[str, Any], header: Mapping[str, Any]) -> dict[Key,
     Raises:
         UsageError: it was another sweep.
     """
-    other = [name for name, value in header.items() if document.get(name) != value]
+    other = [
+        f"{name} ({document[name]}, here {value})"
+        if isinstance(value, float | int) and name in document
+        else name
+        for name, value in header.items()
+        if document.get(name) != value
+    ]
     if other:
         raise UsageError(
             f"the earlier run had another {', '.join(other)}",

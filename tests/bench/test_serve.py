@@ -306,7 +306,7 @@ def test_a_run_goes_on_where_another_ended(
     assert told == {(name, ratio): ratio < 1 for name, ratio in told}
     assert all("skipped" not in point for point in found["control"])
     assert len(told) == 9 + 2  # two points of an arm that was not asked for stay
-    with pytest.raises(UsageError, match="another scale, trace"):
+    with pytest.raises(UsageError, match=r"another scale \(.*, here .*\), trace"):
         bench_serve(tiny_kda, **{**arguments, "scale": 2 * SCALE})
     with pytest.raises(UsageError, match="another think_s"):
         bench_serve(tiny_kda, think=1.0, **arguments)
@@ -388,7 +388,7 @@ def test_another_sweep_does_not_go_on(
     other = {"profile": {**result["profile"], "tp": 2}} if name == "tp" else {}
     file.write_text(json.dumps({"result": {**result, **other}}))
     every = 16 if name == "admission" else 0
-    with pytest.raises(UsageError, match=f"another {name}$"):
+    with pytest.raises(UsageError, match=rf"another {name}( \(2, here 1\))?$"):
         bench_serve(tiny_kda, ratios=(1.0,), arms=("damp",), every=every, **arguments)
 
 
