@@ -14,7 +14,7 @@ from recordings import BENCHMARKS, SERVED, recorded, source_line
 
 from hybridstate.bench.serving_points import ways
 from hybridstate.cli.output import counted
-from hybridstate.cli.serving_output import dense_hits
+from hybridstate.cli.serving_output import dense_hits, seed_counts
 
 PAPER_CUT = -0.42
 """Change of the mean TTFT that DASC reports (abstract, 5.4); another model and trace."""
@@ -192,12 +192,10 @@ def conditions(result: Result) -> str:
         if result["simulated"]
         else f"measured on {result['device']['name']} ({result['dtype']})"
     )
-    each = [len(p["seeds"]) for p in (*result["points"], *result["control"]) if "mean" in p]
-    seeds = counted(result["seeds"], "seed")
-    if each and min(each) < result["seeds"]:
-        seeds = (
-            f"{min(each)} to {max(each)} seeds a point, as the tables say, and changes against dense over the seeds "
-            "that both have"
+    seeds = seed_counts(result)
+    if seeds != counted(result["seeds"], "seed"):
+        seeds += (
+            " a point, as the tables say, and changes against dense over the seeds that both have"
         )
     if result.get("continued"):
         commits = [commit[:7] for commit in dict.fromkeys(result["continued"])]

@@ -24,7 +24,7 @@ def serving_tables(out: Output, result: dict[str, Any]) -> None:
         result["points"],
         note=f"{result['trace']['note']}; {result['profile']['note']}; seconds: {seconds}; "
         f"ratio: working set of {counted(result['working_set'], 'state')} over dense slots; every arm has the dense "
-        f"arm's bytes; means of {counted(result['seeds'], 'seed')} over all requests; "
+        f"arm's bytes; means of {seed_counts(result)} over all requests; "
         + (
             "change: mean TTFT against dense"
             if comparable
@@ -92,6 +92,14 @@ def _points_table(
     )
     for text in dict.fromkeys(point["skipped"] for point in points if "skipped" in point):
         out.warn(text)
+
+
+def seed_counts(result: Mapping[str, Any]) -> str:
+    """How many seeds the points are means of: one number, or the least and the most."""
+    each = [len(p["seeds"]) for p in (*result["points"], *result["control"]) if "mean" in p]
+    least = min(each, default=result["seeds"])
+    most = counted(result["seeds"], "seed")
+    return most if least == result["seeds"] else f"{least} to {most}"
 
 
 def dense_hits(operating: Mapping[str, Any]) -> str:

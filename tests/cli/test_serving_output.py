@@ -8,7 +8,7 @@ from hybridstate.bench.simulate import Simulation
 from hybridstate.bench.sweep import Options
 from hybridstate.bench.traces import generated
 from hybridstate.cli.output import Output
-from hybridstate.cli.serving_output import serving_tables
+from hybridstate.cli.serving_output import dense_hits, seed_counts, serving_tables
 
 
 def printed(result: dict[str, Any]) -> list[Any]:
@@ -27,3 +27,13 @@ def test_a_run_on_a_cpu_shows_no_change_against_dense() -> None:
         for table in printed(result):
             assert ("change" in table.columns) is shown
             assert all(len(row) == len(table.columns) for row in table.rows)
+
+
+def test_points_of_fewer_seeds_and_ratios_in_another_order_are_told_as_they_are() -> None:
+    point = {"mean": {}, "seeds": [{}]}
+    result = {"seeds": 3, "points": [point, {"skipped": "no room"}], "control": []}
+    assert seed_counts(result) == "1 to 3 seeds"
+    assert seed_counts({**result, "seeds": 1}) == "1 seed"
+    assert seed_counts({**result, "points": []}) == "3 seeds"
+    operating = {"dense_token_hit_rates": {"1": 0.5, "10": 0.0, "0.5": 0.75}}
+    assert dense_hits(operating) == "0.5 75.0 %, 1 50.0 %, 10 0.0 %"
