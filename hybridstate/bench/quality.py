@@ -6,6 +6,7 @@ as many cached states. Formats of the live state are written at the end of every
 included, and at every decoded token; DASC's arms keep the live state in FP32.
 """
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -148,6 +149,7 @@ def _fitting(
             return run_block(loaded, arms, block, boundary, options, divisor)
         except torch.OutOfMemoryError:
             pass  # the frames that hold its tensors are gone once this clause is left
+        gc.collect()  # so are keys and captured steps that hold each other
         torch.cuda.empty_cache()
     return run_block(loaded, arms, block, boundary, options, 8)
 

@@ -256,7 +256,7 @@ class Bench:
             UsageError: slots of more bytes than the device has.
             NumericError: another rank decided or generated otherwise; all ranks raise it.
         """
-        gc.collect()  # the cache of the run before: its parts hold each other, and slots and graphs
+        gc.collect()  # keys that the run before cached: nodes of a tree hold each other
         slots = max(pools.native, self._running), pools.packed
         check_fits(arm, *slots, self.subject.loaded.device)
         ranks = self.subject.ranks

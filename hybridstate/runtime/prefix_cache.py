@@ -14,6 +14,7 @@ many transfers `agree` says are done, so the ranks of a tensor-parallel engine d
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal
 
 import numpy as np
@@ -81,7 +82,8 @@ class PrefixCache:
         self.admission = admission or Admission()
         self.counters = Counters()
         self.kv = TokenPool(pools.kv_tokens)
-        self.tree = RadixTree(self._left)
+        # a method of this cache would hold it, and the slots of its store, in a cycle
+        self.tree = RadixTree(partial(_left, self.kv))
         self.tiers = TwoTier(pools, store, self.counters, self.tree.prune, agree)
 
     # -- a request -----------------------------------------------------------------------------
@@ -356,10 +358,6 @@ class PrefixCache:
             self.counters.skipped_nonfinite += 1
         return why
 
-    def _left(self, node: Node) -> None:
-        if node.filled:
-            self.kv.free_cached(len(node.tokens))
-
     def _read(self, lease: Lease) -> None:
         lease.loaded = True
         if lease.hit is not None:
@@ -376,6 +374,12 @@ class PrefixCache:
         self.tree.prune(lease.leaf)
         self.kv.free_active(lease.reserved)
         lease.closed = True
+
+
+def _left(kv: TokenPool, node: Node) -> None:
+    """Give back the tokens of a node that left the tree."""
+    if node.filled:
+        kv.free_cached(len(node.tokens))
 
 
 def _require_open(lease: Lease) -> None:

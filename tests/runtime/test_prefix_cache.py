@@ -1,5 +1,7 @@
 """The rules of the two-tier cache one by one, on a store without memory or with remembered contents."""
 
+import gc
+import weakref
 from collections.abc import Iterable
 
 import numpy as np
@@ -329,3 +331,17 @@ def test_wrong_use_is_refused() -> None:
     with pytest.raises(UsageError, match="ended"):
         cache.finish(lease)
     assert cache.tiers.native.free == 2
+
+
+def test_a_cache_lets_its_store_go_at_once() -> None:
+    """Slots of gigabytes must not wait for a collection of cycles."""
+    cache = PrefixCache(Pools(native=3, packed=2), FakeStore(delayed=False), END_ONLY)
+    for number in range(4):
+        run(cache, prompt(number))
+    gone = weakref.ref(cache.store)
+    gc.disable()
+    try:
+        del cache
+        assert gone() is None
+    finally:
+        gc.enable()
