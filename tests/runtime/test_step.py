@@ -249,7 +249,8 @@ def test_lines_are_counted_and_poisoned(loaded: LoadedModel) -> None:
     with pytest.raises(UsageError, match="holds nothing"):
         LineCache(loaded, lines.shapes, 0, 8)
     per_token = sum(x.shape[1] * (x.shape[3]) for pair in prefix.kv.values() for x in pair)
-    assert lines.nbytes == 2 * 8 * per_token * 4
+    assert lines.token_bytes == per_token * 4
+    assert lines.nbytes == 2 * 8 * lines.token_bytes
 
 
 @pytest.mark.gpu
