@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridstate.errors import NumericError
 from hybridstate.runtime.engine import DecodeEngine
@@ -16,6 +15,7 @@ from hybridstate.runtime.serving import ServingEngine
 from hybridstate.runtime.tiers import Prefix
 from hybridstate.trajectories.dummy import dummy_model
 from hybridstate.trajectories.model import LoadedModel, load_model
+from tests.runtime.capture_rules import Rules
 from tests.runtime.test_step import MODELS
 from tests.tolerances import assert_within, relative_rms
 from tests.trajectories.test_graphs import small
@@ -140,26 +140,6 @@ def test_prompts_that_do_not_fit_are_refused(loaded: LoadedModel) -> None:
         steps(torch.arange(0), 0, slot=0, line=0)
 
 
-class HostGuard(TorchDispatchMode):
-    """Notes what no capture allows: numbers read on the host, and tensors made from numbers of the host."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: set[str] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, _types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = str(func)
-        bad = ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "aten.equal")
-        by_mask = name.startswith(("aten.index.", "aten.index_put")) and any(
-            x is not None and x.dtype is torch.bool for x in args[1]
-        )
-        if by_mask or any(part in name for part in bad):
-            self.found.add(name)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("state", ["fp32", "bf16", "fp16", "damp", "ring"])
 def test_a_prompt_asks_the_host_nothing(
@@ -174,9 +154,8 @@ def test_a_prompt_asks_the_host_nothing(
     monkeypatch.setattr("hybridstate.runtime.pool.pack_states", lambda *_a, **_k: None)
     monkeypatch.setattr("hybridstate.runtime.pool.unpack_states", lambda *_a, **_k: None)
     monkeypatch.setattr("hybridstate.kernels.attention.append_reference", lambda *_a: None)
-    with torch.no_grad(), HostGuard() as guard:
+    with torch.no_grad(), Rules():
         steps._run((again, 48))
-    assert guard.found == set()
 
 
 class FakeReplay:

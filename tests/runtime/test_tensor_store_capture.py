@@ -33,6 +33,7 @@ from hybridstate.runtime.tensor_store import CAPTURED, SlotCall, TensorStore
 from hybridstate.runtime.tiers import Prefix
 from hybridstate.trajectories import graphs
 from hybridstate.trajectories.model import load_model
+from tests.runtime.capture_rules import Rules
 
 interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="Triton's interpreter is off: a GPU is here"
@@ -46,32 +47,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "packed codes": {"state": "damp", "k_hi": 0},
     "packed halves": {"state": "damp", "k_hi": 8},
 }
-REFUSED = (
-    torch.ops.aten._local_scalar_dense.default,
-    torch.ops.aten.nonzero.default,
-    torch.ops.aten.masked_select.default,
-    torch.ops.aten.lift_fresh.default,
-)
-"""Reading a number, sizes that depend on values, and tensors of numbers from the host."""
-
-
-INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
 
 
 def refused(*_given: Any, **_options: Any) -> None:
     raise AssertionError("a step reads or brings numbers")
-
-
-class Rules(TorchDispatchMode):
-    """Refuses what fails or is frozen in a capture."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        assert func not in REFUSED, f"{func} cannot be captured"
-        indices = args[1] if func in INDEXED else ()
-        assert all(x is None or x.dtype == torch.int64 for x in indices), "a mask is a wait"
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(scope="module", params=["qwen3_5", "kimi_linear"])
@@ -126,6 +105,23 @@ def run(store: TensorStore) -> list[Any]:
     store.load(3, 2, Prefix(np.zeros(9, np.int32), []))
     found.append(store.finite(2))
     return [*found, *(x.clone().view(torch.uint8) for x in store.pool.tensors)]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: bool(x.sum()),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: x.masked_select(x > 0),
+        lambda x: torch.equal(x, x),
+        lambda x: x + torch.tensor(2.0),
+    ],
+)
+def test_the_rules_see_what_no_capture_allows(call: Callable[[torch.Tensor], Any]) -> None:
+    x = torch.ones(3)
+    with Rules(), pytest.raises(AssertionError, match=r"cannot be captured|a mask is a wait"):
+        call(x)
 
 
 @interpreted
