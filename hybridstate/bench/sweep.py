@@ -221,6 +221,8 @@ class Sweep:
         ]
         chosen = operating_point(points)
         operating = float(chosen["ratio"])
+        if operating not in options.ratios:  # of an earlier run; other arms run there besides
+            self._total += len(self.arms) * options.seeds
         hits = {f"{p['ratio']:g}": hit_rate(p) for p in points if "mean" in p}
         self._found["operating_point"] = {
             "ratio": operating,

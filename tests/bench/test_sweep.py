@@ -159,6 +159,21 @@ def test_points_of_an_earlier_run_keep_their_place_in_every_record() -> None:
     assert found["seeds"] == 3
 
 
+def test_the_operating_point_of_an_earlier_run_counts_in_the_progress() -> None:
+    """Other arms run there too, though the working set was not asked for."""
+    first, _, _ = sweep(Server(), seeds=1)
+    server = Server()
+    found, _, told = sweep(server, seeds=2, known=first, ratios=(0.5,))
+    assert found["operating_point"]["ratio"] == 1.0
+    assert [(n, r, c) for n, r, c, _ in server.begun] == [
+        *(("dense", 0.5, False), ("nr-16", 1.0, False), ("wr-16", 1.0, False)),
+        *(("nr-16", 0.5, False), ("wr-16", 0.5, False)),
+        *((name, 1.0, True) for name in NAMES),
+    ]
+    assert all(done <= total for _, done, total in told)
+    assert told[-1][1] == told[-1][2]
+
+
 def test_an_arm_that_fails_says_so_and_keeps_what_an_earlier_run_has() -> None:
     broken = ("nr-16", 2)
     alone, _, _ = sweep(Server(failing=broken), control=False)
