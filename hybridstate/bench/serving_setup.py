@@ -256,20 +256,30 @@ def read_earlier(
 
 
 def recorded_fit(
-    path: Path, trace: "Trace", options: "Options"
+    path: Path, trace: "Trace", options: "Options", model: str
 ) -> "tuple[dict[str, Any], CostModel]":
     """Fit on every other point of a recorded `bench serve`, predict the others with the same trace and options.
 
     Raises:
-        SourceError: the file holds no measured points, or they were measured on another trace.
+        SourceError: the file holds no measured points, or they were measured on another trace or model than the one
+            that is simulated.
     """
     hint = "a document of `bench serve`"
     with reading(path, f"cannot read measured points from {path.name}", hint=hint):
         document = json.loads(path.read_text(encoding="utf-8"))
         document = document.get("result", document)
         points = [point for point in document["points"] if "skipped" not in point]
+        measured = document.get("model", model)
         given = document.get("trace")
         note = "" if given is None else str(given["note"])
+    if measured != model:
+        raise SourceError(
+            f"{path.name} was measured on {measured}, not on {model}",
+            hint="simulate that model, or give another model's cost_model as --cost FILE",
+            file=str(path),
+            found=measured,
+            expected=model,
+        )
     if given is not None and given != trace.to_json():
         raise SourceError(
             f"{path.name} was measured on another trace: {note}",

@@ -102,7 +102,7 @@ def bench_simulate(
         profile = replace(profile, kv_bytes=kv_bytes)
     seconds, fitted = CostModel.default() if cost is None else CostModel.read(cost), None
     if fit is not None:
-        fitted, seconds = recorded_fit(fit, served, options)
+        fitted, seconds = recorded_fit(fit, served, options, profile.name)
     if exchange is not None:
         seconds = with_exchange(seconds, exchange)
     result = Simulation(profile, served, seconds, options, progress, scale=scale).run()

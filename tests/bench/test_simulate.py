@@ -452,6 +452,10 @@ def test_fit_file(tmp_path: Path) -> None:
     assert fitted["largest_ttft_error"] < 0.15
     assert fitted["largest_hit_error"] < 0.03
     assert "standard_errors" in fitted["cost_model"]["prefill"]
+    file.write_text(json.dumps({"points": points, "model": "another-model"}))
+    done = CliRunner().invoke(app, [*arguments, "--seeds", "1", "--no-control", "-q"])
+    assert done.exit_code != 0
+    assert "measured on another-model, not on kimi-linear-profile" in done.output
     file.write_text(json.dumps({"points": points, "trace": {"note": "another"}}))
     other = CliRunner().invoke(app, arguments)
     assert other.exit_code == 3
