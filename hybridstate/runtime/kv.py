@@ -85,6 +85,7 @@ class LineCache:
         """Lines of the present step, `[B]`."""
         self.step_targets = self.step_lines
         """Lines that the step writes to, `[B]`."""
+        self._prompt = False
         self.step_lengths = torch.empty(0, dtype=torch.int64, device=device)
         """Tokens in each before it, `[B]`."""
 
@@ -182,8 +183,9 @@ class LineCache:
 
         lengths = self.step_lengths + 1  # the new token sees itself
         if by_kernels(query):
-            # many rows fill the device without cutting lines into parts
-            part = keys.shape[2] if len(query) * keys.shape[1] >= PROGRAMS else None
+            # many tokens of a prompt fill the device without cutting lines into parts
+            many = self._prompt and len(query) * keys.shape[1] >= PROGRAMS
+            part = keys.shape[2] if many else None
             at: dict[str, Any] = {"lines": self.step_lines, "lengths": lengths, "part": part}
             return attention_step(query, keys, values, None, scale, width, **at)
         lines = self.step_lines.clamp(min=0)
@@ -203,7 +205,7 @@ class LineCache:
         `[B]` sequences of one token, or one of B tokens whose rows name the same line one token further each.
 
         Args:
-            targets: lines that keys and values are written to, -1 for nowhere; `lines` by default.
+            targets: of a prompt, lines that keys and values are written to, -1 for nowhere; `lines` without one.
         """
         _register()
         config = loaded.model.config.get_text_config(decoder=True)
@@ -213,6 +215,7 @@ class LineCache:
             module.expand_kv = _unexpanded
         self.step_lines, self.step_lengths = lines, lengths
         self.step_targets = lines if targets is None else targets
+        self._prompt = targets is not None
         config._attn_implementation = ATTENTION
         _ACTIVE.append(self)
         try:
