@@ -193,9 +193,9 @@ def _replay(results: Results) -> str:
     }
     if farther:
         case = max(farther, key=lambda c: farther[c][0] / farther[c][1])
-        wr, nr = map(significant, farther[case])
+        told = [significant(kl) for kl in farther[case]]
         text += (
-            f" Its first token can be farther from dense than NR's: {_where(case)} KL {wr} against {nr}. The window "
+            f" Its first token can be farther from dense than NR's: {_where(case)} KL {told[0]} against {told[1]}. The window "
             "is replayed from zeros, without what came before it."
         )
     return text
@@ -408,7 +408,7 @@ def _replies(results: Results) -> str:
 
 
 def _longest(results: Results) -> int:
-    return max(b["budget"] for r in results.values() for b in r["blocks"])
+    return max(int(b["budget"]) for r in results.values() for b in r["blocks"])
 
 
 def _writes(results: Results) -> str:
