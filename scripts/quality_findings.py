@@ -195,8 +195,8 @@ def _replay(results: Results) -> str:
         case = max(farther, key=lambda c: farther[c][0] / farther[c][1])
         told = [significant(kl) for kl in farther[case]]
         text += (
-            f" Its first token can be farther from dense than NR's: {_where(case)} KL {told[0]} against {told[1]}. The window "
-            "is replayed from zeros, without what came before it."
+            f" Its first token can be farther from dense than NR's: {_where(case)} KL {told[0]} against {told[1]}. "
+            "The window is replayed from zeros, without what came before it."
         )
     return text
 
