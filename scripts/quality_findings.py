@@ -307,8 +307,11 @@ def _time(results: Results) -> str:
         return ""
     return (
         f"**Time to the first token: WR is slower than reading the whole prompt again in {slower} of {cases} cases.** "
-        f"Over that of a dense hit: {'; '.join(parts)}. A replay is a second pass, and these models read a prompt too "
-        f"fast for it to pay. With {repeats} timed requests per arm, differences between cutoffs are noise."
+        f"Over that of a dense hit: {'; '.join(parts)}. A replay is a second pass. Our reading: `bench quality` "
+        "launches both from the host, call by call, which in models this small takes longer than the work, so that a "
+        "window costs about what the whole prompt does. `bench serve` captures prompts and replays, and there WR [is "
+        "timed](serving.md#measured) without those launches. "
+        f"With {repeats} timed requests per arm, differences between cutoffs are noise."
     )
 
 

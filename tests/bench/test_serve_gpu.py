@@ -9,6 +9,18 @@ from hybridstate import bench_serve
 
 pytestmark = pytest.mark.gpu
 
+SMALL: dict[str, Any] = {
+    "scale": 1 / 16,
+    "conversations": 12,
+    "clients": 8,
+    "limits": (4,),
+    "ratios": (0.2,),
+    "seeds": 1,
+    "w_max": (64,),
+    "control": False,
+    "device": "cuda",
+}
+"""A run whose pools hold everything."""
 ARMS = ("nr", "wr", "int8", "bf16", "damp", "nr+int8", "wr+int8", "damp+nr", "damp+wr")
 
 
@@ -18,16 +30,8 @@ def test_every_arm_serves_in_captured_steps(model: str) -> None:
     found = bench_serve(
         model,
         plan=f"plans/{model}",
-        scale=1 / 16,
-        conversations=12,
-        clients=8,
-        limits=(4,),
-        ratios=(0.2,),
-        seeds=1,
-        w_max=(64,),
         arms=ARMS,
-        control=False,
-        device="cuda",
+        **SMALL,
     )
     failed = {p["arm"]: p["skipped"] for p in found["points"] if "skipped" in p}
     assert not failed, failed
@@ -45,18 +49,7 @@ def test_every_arm_serves_in_captured_steps(model: str) -> None:
 @pytest.mark.parametrize("model", ["tiny-gdn", "tiny-kda"])
 def test_two_ranks_serve_in_captured_steps(model: str) -> None:
     """NCCL's sums lie in the graphs; the pools hold everything, so both numbers of ranks find the same prefixes."""
-    options: dict[str, Any] = {
-        "scale": 1 / 16,
-        "conversations": 12,
-        "clients": 8,
-        "limits": (4,),
-        "ratios": (0.2,),
-        "seeds": 1,
-        "w_max": (64,),
-        "arms": ("nr", "wr", "int8", "nr+int8", "damp+nr"),
-        "control": False,
-        "device": "cuda",
-    }
+    options = {**SMALL, "arms": ("nr", "wr", "int8", "nr+int8", "damp+nr")}
     one = bench_serve(model, **options)["points"]
     two = bench_serve(model, tp=2, balances=("off", "storage"), **options)["points"]
     assert len(two) == len(one) + 3

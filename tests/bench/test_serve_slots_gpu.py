@@ -3,6 +3,7 @@
 import pytest
 
 from hybridstate import bench_serve
+from tests.bench.test_serve_gpu import SMALL
 
 pytestmark = pytest.mark.gpu
 
@@ -12,16 +13,8 @@ def test_results_tell_that_slots_move_in_graphs(model: str) -> None:
     found = bench_serve(
         model,
         plan=f"plans/{model}",
-        scale=1 / 16,
-        conversations=12,
-        clients=8,
-        limits=(4,),
-        ratios=(0.2,),
-        seeds=1,
-        w_max=(64,),
         arms=("wr+int8", "damp", "damp+wr"),
-        control=False,
-        device="cuda",
+        **SMALL,
     )
     for point in found["points"]:
         calls = point["engine"]["slots"]
