@@ -2,7 +2,8 @@
 
     prefill    fixed + a n + b n c        n new tokens, c the mean of the positions they attend to
     replay     the same, for the last n tokens of a prefix from the zero state
-    decode     fixed + a B + b B s + c K  B requests, s bytes of one live state, K tokens of context in all
+    decode     fixed + a B + b B s + c K + d / m   a step: B requests, s bytes of one live state, K tokens of context in
+               all, m steps that one call runs, of which the host waits for the last
     copy, pack, load, exchange, check     fixed + a bytes; check looks for numbers that are not finite
     keys       fixed + a n                a copy of the attention keys of n tokens
 
@@ -22,7 +23,7 @@ from hybridstate.errors import UNREADABLE, NumericError, SourceError, reading
 
 TERMS: Final[dict[str, tuple[str, ...]]] = {
     "prefill": ("fixed", "per_token", "per_token_context"),
-    "decode": ("fixed", "per_request", "per_state_byte", "per_context_token"),
+    "decode": ("fixed", "per_request", "per_state_byte", "per_context_token", "per_call"),
     "copy": ("fixed", "per_byte"),
     "pack": ("fixed", "per_byte"),
     "load": ("fixed", "per_byte"),
@@ -33,21 +34,25 @@ TERMS: Final[dict[str, tuple[str, ...]]] = {
 }
 """Operations and the names of their coefficients, in the order of `features`."""
 
+OPTIONAL: Final = ("per_call",)
+"""Terms that a file may leave out; they are zero then."""
+
 
 def features(kind: str, *values: float) -> tuple[float, ...]:
     """What the coefficients of an operation are multiplied with.
 
     Args:
         kind: of `TERMS`.
-        values: prefill, replay: start, end; decode: requests, bytes of a live state, context tokens; keys: tokens;
-            others: bytes.
+        values: prefill, replay: start, end; decode: requests, bytes of a live state, context tokens and, where it is
+            known, how many steps the call runs (what a call adds is zero without); keys: tokens; others: bytes.
     """
     if kind in ("prefill", "replay"):
         start, end = values
         return 1.0, end - start, (end * (end + 1) - start * (start + 1)) / 2
     if kind == "decode":
-        requests, state_bytes, context = values
-        return 1.0, requests, requests * state_bytes, context
+        requests, state_bytes, context, *steps = values
+        per_call = 1 / steps[0] if steps else 0.0
+        return 1.0, requests, requests * state_bytes, context, per_call
     return 1.0, values[0]
 
 
@@ -74,7 +79,13 @@ class CostModel:
             source="assumed: rooflines of one H200 with 3 B active BF16 parameters, not measured",
             coefficients={
                 "prefill": (4e-3, 2 * active / flops, 4 * attention_width * layers / flops),
-                "decode": (2 * active / bandwidth + 3e-3, 2e-5, 2 / bandwidth, 8064 / bandwidth),
+                "decode": (
+                    2 * active / bandwidth + 3e-3,
+                    2e-5,
+                    2 / bandwidth,
+                    8064 / bandwidth,
+                    0.0,
+                ),
                 "copy": (3e-5, 2 / bandwidth),
                 "pack": (1e-4, 2 / bandwidth),
                 "load": (1e-4, 2 / bandwidth),
@@ -119,10 +130,10 @@ class CostModel:
             if kind not in document:
                 continue
             try:
-                found = tuple(float(document[kind][term]) for term in terms)
+                found = _numbers(document[kind], terms)
                 given = document[kind].get("standard_errors")
                 if given is not None:
-                    errors[kind] = tuple(float(given[term]) for term in terms)
+                    errors[kind] = _numbers(given, terms)
             except UNREADABLE as error:
                 raise SourceError(
                     f"cost model: {kind} needs the numbers {', '.join(terms)}"
@@ -148,6 +159,11 @@ class CostModel:
         return cls.from_json(document, path.name)
 
 
+def _numbers(given: Mapping[str, Any], terms: Sequence[str]) -> tuple[float, ...]:
+    """The numbers of those terms in their order."""
+    return tuple(float(given.get(t, 0) if t in OPTIONAL else given[t]) for t in terms)
+
+
 REWEIGHTINGS: Final = 5
 """Fits of one operation, each weighted by the one before."""
 
@@ -160,8 +176,10 @@ def fit(operations: Operations, source: str) -> CostModel:
 
     Weights of the measured times themselves would favour the fast ones of a noisy kind, and sums would come out short.
 
-    A coefficient that comes out negative is set to zero and the others are fitted again. Operations of which fewer
-    were measured than they have coefficients keep their default, a replay takes the prefill's.
+    A coefficient that comes out negative is set to zero and the others are fitted again. Decode rows without their
+    number of steps count only where too few have it: the mean over calls says too much of a step, since most steps run
+    in long calls and each call adds its own time. Operations of which fewer were measured than they have coefficients
+    keep their default, a replay takes the prefill's.
 
     Raises:
         NumericError: a measured time is not positive and finite.
@@ -171,6 +189,11 @@ def fit(operations: Operations, source: str) -> CostModel:
     fitted = []
     for kind, terms in TERMS.items():
         rows = operations.get(kind, ())
+        if kind == "decode":
+            told = [row for row in rows if len(row) == len(terms)]
+            rows = (
+                told if len(told) > len(terms) else [row for row in rows if len(row) < len(terms)]
+            )
         if len(rows) <= len(terms):
             continue
         seconds = np.array([row[-1] for row in rows], float)

@@ -122,7 +122,8 @@ class RecordingExecutor:
         state_bytes: of one live state.
 
     Attributes:
-        operations: prefills, and decode steps: those of one call are one row, their mean at the mean context.
+        operations: prefills, and decode steps: those of one call are one row with their number, their mean at the mean
+            context.
     """
 
     def __init__(self, executor: Executor, state_bytes: int) -> None:
@@ -140,7 +141,7 @@ class RecordingExecutor:
         """Recorded."""
         context = sum(request.context for request in batch) + len(batch) * (steps - 1) / 2
         seconds = self.executor.decode(batch, steps)
-        row = [len(batch), self._state_bytes, context, float(seconds.mean())]
+        row = [len(batch), self._state_bytes, context, steps, float(seconds.mean())]
         self.operations["decode"].append(row)
         return seconds
 

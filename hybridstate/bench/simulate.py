@@ -99,11 +99,13 @@ class CostedExecutor:
         return self._cost.seconds("prefill", start, end)
 
     def decode(self, batch: Sequence[Request], steps: int) -> Seconds:
-        """Predicted; every step adds one token of context per request."""
+        """Predicted; every step adds one token of context per request, the call's own time is the last one's."""
         context = sum(request.context for request in batch)
         first = self._cost.seconds("decode", len(batch), self._state_bytes, context)
-        slope = self._cost.coefficients["decode"][3] * len(batch)
-        return np.asarray(first + slope * np.arange(steps), np.float64)
+        *_, slope, per_call = self._cost.coefficients["decode"]
+        found = np.asarray(first + slope * len(batch) * np.arange(steps), np.float64)
+        found[-1] += per_call
+        return found
 
     def drain(self) -> float:
         """The store's seconds."""
@@ -254,7 +256,7 @@ def fit_and_predict(
     points: Sequence[Mapping[str, Any]],
     predict: Callable[[Mapping[str, Any], CostModel], tuple[float, float]],
 ) -> dict[str, Any]:
-    """Fit the cost model on every other measured point and predict the rest.
+    """Fit the cost model on every other measured point of each arm (`fitted_half`) and predict the rest.
 
     Args:
         points: measured operating points: `operations` (kind -> rows of `cost_model.features` arguments, seconds last),
@@ -275,10 +277,11 @@ def fit_and_predict(
         if missing:
             raise SourceError(f"measured point {number} has no {', '.join(sorted(missing))}")
     merged: dict[str, list[Sequence[float]]] = {}
-    for point in points[::2]:
-        for kind, rows in point["operations"].items():
+    used = fitted_half(points)
+    for point, fits in zip(points, used, strict=True):
+        for kind, rows in point["operations"].items() if fits else ():
             merged.setdefault(kind, []).extend(rows)
-    model = fit(merged, f"{len(points[::2])} of {len(points)} measured points")
+    model = fit(merged, f"{sum(used)} of {len(points)} measured points")
     rows = []
     for number, point in enumerate(points):
         ttft, hit = predict(point, model)
@@ -286,7 +289,7 @@ def fit_and_predict(
             {
                 "point": number,
                 **{name: point[name] for name in ("arm", "ratio", "limit") if name in point},
-                "fitted": number % 2 == 0,
+                "fitted": used[number],
                 "measured_ttft_s": point["mean_ttft_s"],
                 "predicted_ttft_s": ttft,
                 "ttft_error": ttft / point["mean_ttft_s"] - 1,
@@ -302,3 +305,18 @@ def fit_and_predict(
         "largest_ttft_error": max(abs(row["ttft_error"]) for row in held),
         "largest_hit_error": max(abs(row["hit_error"]) for row in held),
     }
+
+
+def fitted_half(points: Sequence[Mapping[str, Any]]) -> list[bool]:
+    """Which points a fit uses: every other one of each arm, beginning with the first of every other arm.
+
+    So both halves have all arms, and what only one arm does (a replay, a load) is fitted and predicted.
+    """
+    seen: dict[str, int] = {}
+    found = []
+    for point in points:
+        arm = str(point.get("arm"))
+        number = seen.setdefault(arm, len(seen) % 2)
+        found.append(number % 2 == 0)
+        seen[arm] = number + 1
+    return found

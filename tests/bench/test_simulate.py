@@ -3,6 +3,7 @@
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,13 @@ from hybridstate.bench.serving_setup import (
     with_exchange,
 )
 from hybridstate.bench.serving_stats import Goal, mean_over_seeds, statistics
-from hybridstate.bench.simulate import CostedExecutor, Simulation, fit_and_predict, simulate_once
+from hybridstate.bench.simulate import (
+    CostedExecutor,
+    Simulation,
+    fit_and_predict,
+    fitted_half,
+    simulate_once,
+)
 from hybridstate.bench.sweep import Options
 from hybridstate.bench.traces import (
     MOONCAKE_BLOCK,
@@ -302,6 +309,49 @@ def test_fit_recovers_coefficients_with_error_bars() -> None:
     assert "assumed: copy" in fitted.source
     again = CostModel.from_json(fitted.to_json(), "file")
     assert again.coefficients == dict(fitted.coefficients)
+
+
+def test_what_a_decode_call_adds_is_not_a_step_s() -> None:
+    """Many short calls and a few long ones, which have most steps: a mean over calls would predict the short ones'."""
+    rng = np.random.Generator(np.random.PCG64(8))
+    step, call = COST.seconds("decode", 8, 43e6, 1e4), 2e-3
+    lengths = np.where(rng.random(300) < 0.9, rng.integers(1, 4, 300), 200)
+    rows = [[8.0, 43e6, 1e4, float(m), step + call / float(m)] for m in lengths]
+    fitted = fit({"decode": rows}, "test")
+    assert fitted.seconds("decode", 8, 43e6, 1e4) == pytest.approx(step, rel=1e-6)
+    assert fitted.coefficients["decode"][4] == pytest.approx(call, rel=1e-6)
+    executor = CostedExecutor(ARMS["dense"], fitted)
+    request = SimpleNamespace(context=100)
+    one, five = (executor.decode([request], n) for n in (1, 5))  # type: ignore[list-item]
+    flat = executor.decode([request], 6)[:5]  # type: ignore[list-item]
+    assert five.sum() - flat.sum() == pytest.approx(call, rel=1e-6)
+    assert one[0] - flat[0] == pytest.approx(call, rel=1e-6)
+    # rows that do not tell count only without others
+    short = [row[:3] + row[4:] for row in rows]
+    assert fit({"decode": [*rows, *short]}, "test").coefficients == fitted.coefficients
+    old = fit({"decode": short}, "test")
+    assert old.coefficients["decode"][4] == 0.0
+    assert old.seconds("decode", 8, 43e6, 1e4) > 1.1 * step
+
+
+def test_a_cost_file_may_leave_out_what_a_call_adds() -> None:
+    document = COST.to_json()
+    del document["decode"]["per_call"]
+    assert CostModel.from_json(document, "file").coefficients == dict(COST.coefficients)
+    del document["decode"]["fixed"]
+    with pytest.raises(SourceError, match="decode needs the numbers"):
+        CostModel.from_json(document, "file")
+
+
+def test_both_halves_of_a_fit_have_all_arms() -> None:
+    """Arms in one order at every ratio: every other point would never fit some of them."""
+    arms = ["dense"] * 6 + ["damp", "int8", "nr", "wr"] * 6
+    used = fitted_half([{"arm": arm} for arm in arms])
+    for arm in set(arms):
+        assert sum(fits for name, fits in zip(arms, used, strict=True) if name == arm) == 3, arm
+    once = fitted_half([{"arm": arm} for arm in ("dense", "damp", "int8", "nr")])
+    assert once == [True, False, True, False]
+    assert fitted_half([{}, {}, {}]) == [True, False, True]
 
 
 def test_sums_of_a_noisy_operation_are_predicted() -> None:
