@@ -31,8 +31,8 @@ KINDS: Final = (
 )
 """Kinds of arms, their labels, colours and lines; those without a marker have no cutoff."""
 
-PLACED: Final = {"off": "full", "storage": "none", "hybrid": "left"}
-"""How markers are filled by placement."""
+PLACED: Final = {"off": ("full", 5), "storage": ("none", 9), "hybrid": ("none", 13)}
+"""Fill and size of markers by placement: where placements agree, a ring around a dot shows both."""
 
 HEADER: Final = (
     "arm", "kind", "w_max", "balance", "ratio", "limit", "seeds", "ttft_s", "ttft_p95_s", "tpot_ms", "e2e_s", "hit",
@@ -130,7 +130,7 @@ def _cutoffs(points: Sequence[Point], title: str, folder: Path) -> None:
     figure, panels = _panels(title)
     every = sorted({p["w_max"] for p in points if p["w_max"] is not None})
     for kind, label, colour, style in KINDS:
-        for balance, filled in PLACED.items():
+        for balance, (filled, size) in PLACED.items():
             found = sorted(
                 (p for p in points if (p["kind"], p["balance"]) == (kind, balance)),
                 key=lambda p: p["w_max"] or 0,
@@ -148,10 +148,10 @@ def _cutoffs(points: Sequence[Point], title: str, folder: Path) -> None:
                     axes.plot(
                         [p["w_max"] for p in found],
                         values,
-                        style,
+                        style if balance == "off" else style.replace("-", "--"),
                         color=COLOURS[colour],
                         fillstyle=filled,
-                        markersize=5,
+                        markersize=size,
                         linewidth=1,
                         label=name,
                     )
