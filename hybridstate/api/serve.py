@@ -113,8 +113,11 @@ def bench_serve(
     target = torch_device(device)
     _check_ranks(options, workers, target.type)
     _check_workers(workers, target.type)
+    earlier = None if resume is None else read_earlier(resume)
     checkpoint = open_checkpoint(str(model), weights=True)
     profile = profile_of(checkpoint, gate_input=gate_input)
+    if earlier is not None:
+        earlier.check_options(checkpoint.name, profile, options)
     every_arm = served_arms(profile.arms(options.cutoffs, tp=tp, balances=options.balances))
     named = chosen_arms(every_arm, options.arms)
     setting = Setting(
@@ -161,8 +164,10 @@ def bench_serve(
             "device": device_record(target),
         }
         known = None
-        if resume is not None:
-            known, header["continued"] = read_earlier(resume, header, here.trace, options)
+        if earlier is not None:
+            control_trace = here.control if control else None
+            known = earlier.points(header, here.trace, control_trace, here.chunk)
+            header["continued"] = earlier.commits
         pool = Workers(setting, here, workers, peers)
         open_until_the_end.callback(here.close)
         open_until_the_end.callback(pool.close)

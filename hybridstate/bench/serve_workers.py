@@ -81,11 +81,12 @@ class Worker:
         words = {} if encode is None else {"encode": encode}
         self.control: Trace = control_for(options.clients, setting.scale, **words)
         self.length = max(longest(self.trace), longest(self.control) if options.control else 0)
+        self.chunk = min(BATCH_PROMPT, self.length)
         self._bench = Bench(
             self.subject,
             running=max(options.limits),
             length=self.length,
-            chunk=min(BATCH_PROMPT, self.length),
+            chunk=self.chunk,
         )
 
     @property

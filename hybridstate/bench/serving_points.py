@@ -9,6 +9,8 @@ from hybridstate.errors import NumericError, UsageError
 
 TARGET_HIT: Final = 0.5
 
+NOT_BEGUN: Final = "not begun before the deadline"
+
 Key = tuple[str, float, int, bool]
 """Arm, ratio, limit, and whether on the control."""
 
@@ -42,12 +44,10 @@ def earlier(document: Mapping[str, Any], header: Mapping[str, Any]) -> dict[Key,
         header: of the sweep that goes on; every entry has to be the same there.
 
     Raises:
-        UsageError: it was another sweep.
+        UsageError: it was another sweep; names each entry that differs, with both values.
     """
     other = [
-        f"{name} ({document[name]}, here {value})"
-        if isinstance(value, float | int) and name in document
-        else name
+        f"{name} ({differing(document.get(name), value)})"
         for name, value in header.items()
         if document.get(name) != value
     ]
@@ -57,25 +57,79 @@ def earlier(document: Mapping[str, Any], header: Mapping[str, Any]) -> dict[Key,
             hint="resume with the same options, model and trace",
         )
     return {
-        (p["arm"], p["ratio"], p["limit"], control): p
+        (p["arm"], p["ratio"], p["limit"], control): {k: p[k] for k in p if k != "left_out"}
         for control, points in ((False, "points"), (True, "control"))
         for p in document[points]
     }
 
 
+def other_commits(ran: Sequence[str], own: str | None) -> list[str]:
+    """Commits of earlier seeds other than a run's own, each once, in order."""
+    return [commit for commit in dict.fromkeys(ran) if commit != own]
+
+
+def differing(was: Any, now: Any) -> str:
+    """Two values in one line, `A, here B`: of mappings the entries that differ, of long texts the parts."""
+    if isinstance(was, Mapping) and isinstance(now, Mapping):
+        other = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+        other = [name for name in other if name != "note"] or other  # which says the others again
+        return "; ".join(f"{name} {differing(was.get(name), now.get(name))}" for name in other)
+    if isinstance(was, str) and isinstance(now, str):
+        theirs, ours = was.split("; "), now.split("; ")
+        was = "; ".join(part for part in theirs if part not in ours) or was
+        now = "; ".join(part for part in ours if part not in theirs) or now
+    return f"{_shown(was)}, here {_shown(now)}"
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, Mapping):
+        return " ".join(f"{name} {_shown(item)}" for name, item in value.items()) or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def point_of(
-    head: Mapping[str, Any], found: Sequence[Outcome], known: Mapping[str, Any] | None = None
+    head: Mapping[str, Any],
+    found: Sequence[Outcome | None],
+    known: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """All seeds of one point, those of an earlier run first; operations of the seeds one after the other."""
-    if not found:
-        late = {**head, "skipped": f"{head['arm']}: not begun before the deadline"}
-        return late if known is None else dict(known)
-    failed = [outcome.error for outcome in found if outcome.error is not None]
-    if failed and known is not None:
-        return {**known, "not_continued": f"{head['arm']}: {failed[0]}"}
-    if failed:
-        return {**head, "skipped": f"{head['arm']}: {failed[0]}", "failed": True}
-    old = known or {}
+    """All seeds of one point, those of an earlier run first; operations of the seeds one after the other.
+
+    The seeds of a point are 0, 1, 2 ... without a gap, so that their number says which are missing. What ran behind a
+    seed that failed, or that was not begun, is `left_out` and counted.
+
+    Args:
+        head: what is known of the point before it runs.
+        found: of the seeds behind those of `known`, in their order; None for one that was not begun.
+        known: the point of an earlier run.
+    """
+    whole: list[Outcome] = []
+    for outcome in found:
+        if outcome is None or outcome.error is not None:
+            break
+        whole.append(outcome)
+    stopped = found[len(whole)] if len(whole) < len(found) else None
+    ran = sum(outcome is not None and outcome.error is None for outcome in found)
+    why: dict[str, Any] = {}
+    if ran > len(whole):
+        why["left_out"] = ran - len(whole)
+    if stopped is not None:
+        why["not_continued"] = f"{head['arm']}: {stopped.error}"
+    if whole:
+        return {**_merged(head, whole, known or {}), **why}
+    if known is not None:
+        return {**known, **why}
+    if stopped is not None:
+        failed = why.pop("not_continued")
+        return {**head, "skipped": failed, "failed": True, **why}
+    return {**head, "skipped": f"{head['arm']}: {NOT_BEGUN}", **why}
+
+
+def _merged(
+    head: Mapping[str, Any], found: Sequence[Outcome], old: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A point of at least one new seed."""
     seeds = [*old.get("seeds", ()), *(outcome.statistics for outcome in found)]
     digests = [*old.get("reclamation_digests", ()), *(outcome.digest for outcome in found)]
     point = {

@@ -21,6 +21,7 @@ from hybridstate.bench.serving_points import (
     Key,
     Outcome,
     compare,
+    differing,
     hit_rate,
     operating_point,
     point_of,
@@ -97,6 +98,12 @@ class Options:
             "every": self.admission.every,
             "finished": self.admission.finished,
         }
+
+    @property
+    def goal_json(self) -> dict[str, float]:
+        """The goal in milliseconds, as the statistics of a seed have it."""
+        goals = {"ttft": self.goal.ttft, "tpot": self.goal.tpot, "e2el": self.goal.e2e}
+        return {name: 1e3 * goal for name, goal in goals.items() if np.isfinite(goal)}
 
     def load(self, limit: int) -> Limits:
         """The load with that many running requests."""
@@ -199,6 +206,7 @@ class Sweep:
         extra = (len(options.limits) - 1) + (1 if options.control else 0)
         self._total = (len(options.ratios) + extra) * (1 + len(self.arms)) * options.seeds
         self._done = 0
+        self._late = 0
         self._found: dict[str, Any] = {}
 
     def run(self) -> dict[str, Any]:
@@ -207,6 +215,7 @@ class Sweep:
         Other arms begin at the operating point and go on with the working sets next to it, so that a run which is cut
         short has those; the control and the other limits come last.
         """
+        self._check_known()
         options, first = self.options, self.options.limits[0]
         points: list[dict[str, Any]] = []
         control: list[dict[str, Any]] = []
@@ -250,12 +259,15 @@ class Sweep:
         self._found["seeds"] = max(
             [options.seeds, *(len(p["seeds"]) for p in (*points, *control) if "mean" in p)]
         )
+        self._found["seeds_asked"] = options.seeds
+        self._found["not_begun"] = self._late
         return self._found
 
     def _collect(self, cases: Sequence[Case], into: list[dict[str, Any]]) -> None:
         """Serve the cases seed by seed, so that a run which is cut short has some of each, and add their points."""
         prepared = [(case, *self._prepare(case)) for case in cases]
-        old = [self._taken(case, head) for case, head, _ in prepared]
+        old = [self._held(case, head) for case, head, _ in prepared]
+        self._done += sum(min(self.options.seeds, _seeds(point)) for point in old)
         self._done += self.options.seeds * sum(pools is None for _, _, pools in prepared)
         jobs = [
             (number, Job(case, pools, seed))
@@ -263,7 +275,7 @@ class Sweep:
             for number, (case, _, pools) in enumerate(prepared)
             if pools is not None and seed >= _seeds(old[number])
         ]
-        found: list[list[Outcome]] = [[] for _ in cases]
+        found: list[list[Outcome | None]] = [[] for _ in cases]
         waiting = {number for number, _ in jobs}
         base = len(into)
 
@@ -274,14 +286,15 @@ class Sweep:
                 if pools is None or _seeds(old[number]) >= self.options.seeds
                 else point_of(head, found[number], old[number])
                 for number, (_, head, pools) in enumerate(prepared)
-                if number not in waiting or found[number]
+                if number not in waiting or any(found[number])
             ]
             compare(into)
 
         outcomes = self._counted(self._serve([job for _, job in jobs]))
         for (number, _), outcome in zip(jobs, outcomes, strict=True):
+            found[number].append(outcome)  # a point's seeds come in their order
+            self._late += outcome is None
             if outcome is not None:
-                found[number].append(outcome)
                 put()
                 kept = self._kept()
                 self._record(
@@ -303,7 +316,20 @@ class Sweep:
                 kept["control" if key[3] else "points"].append(dict(point))
         return kept
 
-    def _taken(self, case: Case, head: Mapping[str, Any]) -> dict[str, Any] | None:
+    def _check_known(self) -> None:
+        """Compare the points of an earlier run that this one may go on with, before any seed runs.
+
+        Raises:
+            UsageError: one ran in other pools.
+        """
+        options, arms = self.options, {arm.name: arm for arm in (self.dense, *self.arms)}
+        for name, ratio, limit, control in self._known:
+            asked = ratio in options.ratios and limit in options.limits
+            if name in arms and asked and (options.control or not control):
+                case = Case(arms[name], ratio, limit, control)
+                self._held(case, self._prepare(case)[0])
+
+    def _held(self, case: Case, head: Mapping[str, Any]) -> dict[str, Any] | None:
         """The point of an earlier run with the seeds that it has; None without one.
 
         Raises:
@@ -315,11 +341,11 @@ class Sweep:
         held = {"tp": 1, **found}  # what results without it ran with
         other = [name for name, value in head.items() if held.get(name) != value]
         if other:
+            values = "; ".join(f"{name} {differing(held.get(name), head[name])}" for name in other)
             raise UsageError(
-                f"the earlier run had another {', '.join(other)} for {case.arm.name}",
+                f"the earlier run had another {', '.join(other)} for {case.arm.name} at ratio {case.ratio:g}: {values}",
                 hint="resume with the same options on the same kind of device",
             )
-        self._done += min(self.options.seeds, len(found["seeds"]))
         return dict(found)
 
     def _counted(self, outcomes: Iterable[Outcome | None]) -> Iterator[Outcome | None]:

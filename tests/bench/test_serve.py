@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,14 +24,14 @@ from hybridstate.bench.serve import Bench, Subject, thinned
 from hybridstate.bench.serve_workers import Setting, load_subject
 from hybridstate.bench.serving_arms import Arm
 from hybridstate.bench.serving_points import operating_point
-from hybridstate.bench.serving_setup import profile_of
+from hybridstate.bench.serving_setup import profile_of, read_earlier
 from hybridstate.bench.sweep import Options
 from hybridstate.bench.traces import generated
 from hybridstate.checkpoint import open_checkpoint
 from hybridstate.cli.main import app
 from hybridstate.cli.output import Output
 from hybridstate.cli.serving_output import serving_tables
-from hybridstate.errors import NumericError, UsageError
+from hybridstate.errors import NumericError, SourceError, UsageError
 from hybridstate.plan.select import random_selection
 from hybridstate.runtime.admission import Admission
 from hybridstate.runtime.parallel import Ranks
@@ -308,7 +309,7 @@ def test_a_run_goes_on_where_another_ended(
     assert len(told) == 9 + 2  # two points of an arm that was not asked for stay
     with pytest.raises(UsageError, match=r"another scale \(.*, here .*\), trace"):
         bench_serve(tiny_kda, **{**arguments, "scale": 2 * SCALE})
-    with pytest.raises(UsageError, match="another think_s"):
+    with pytest.raises(UsageError, match=r"another think_s \(0, here 1\)$"):
         bench_serve(tiny_kda, think=1.0, **arguments)
     changed = {**result, "points": [{**p, "slots_native": 1} for p in result["points"]]}
     file.write_text(json.dumps(changed))
@@ -378,18 +379,133 @@ def test_what_an_earlier_run_has_is_recorded_from_the_first_point_on(
     ]
 
 
-@pytest.mark.parametrize("name", ["admission", "tp"])
+def altered(result: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    """A copy with another value; `seeds` and `engine` are those of every point."""
+    found: dict[str, Any] = json.loads(json.dumps(result))
+    if path[0] not in ("seeds", "engine"):
+        places = [found]
+    else:
+        points = [*found["points"], *found["control"]]
+        places = [seed for p in points for seed in p["seeds"]] if path[0] == "seeds" else points
+        path = path[path[0] == "seeds" :]
+    for place in places:
+        for name in path[:-1]:
+            place = place[name]
+        place[path[-1]] = value
+    return found
+
+
+NOTE = "static horizons of the weights, gate input -0.5 (given)"
+OTHER: dict[str, tuple[tuple[str, ...], Any, str, bool]] = {
+    "model": (("model",), "another", "model (another, here {model})", True),
+    "clients": (("clients",), 4, "clients (4, here 3)", True),
+    "think time": (("think_s",), 0.5, "think_s (0.5, here 0)", True),
+    "policy": (("policy",), "cost", "policy (cost, here lru)", True),
+    "scope": (("budget_scope",), "state+kv", "budget_scope (state+kv, here state)", True),
+    "admission": (("admission", "every"), 16, "admission (every 16, here 0)", True),
+    "ranks": (("profile", "tp"), 2, "tp (2, here 1)", True),
+    "gate input": (("profile", "note"), NOTE, "gate input (-0.5, here {gate})", True),
+    "goal": (
+        ("seeds", "goodput_slos_ms", "ttft"),
+        200.0,
+        "goodput goal (ttft 200, here 10000)",
+        True,
+    ),
+    "plan": (("plan_digest",), "ab", "plan_digest (ab, here none)", False),
+    "dtype": (("dtype",), "bfloat16", "dtype (bfloat16, here float32)", False),
+    "trace": (
+        ("trace", "name"),
+        "shared-prefix",
+        "trace (name shared-prefix, here wildchat-shape)",
+        False,
+    ),
+    "control": (("control_trace", "conversations"), 8, "control_trace (conversations 8, here 6)", False),
+    "chunk": (("engine", "chunk"), 7, "prefill chunk (7, here {chunk})", False),
+    "device": (("device", "name"), "NVIDIA H200", "device (NVIDIA H200, here {device})", False),
+    "weights": (("profile", "synthetic"), True, "synthetic weights (True, here False)", False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER)
 def test_another_sweep_does_not_go_on(
-    name: str, tmp_path: Path, tiny_kda: Path, result: dict[str, Any]
+    name: str,
+    tmp_path: Path,
+    tiny_kda: Path,
+    result: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Points that are not asked for stay, so nothing else would say that they ran otherwise."""
+    path, value, told, early = OTHER[name]
     file = tmp_path / "serve.json"
+    file.write_text(json.dumps({"result": altered(result, path, value)}))
+    if early:  # told before the model is loaded
+        monkeypatch.setattr(serve_workers, "load_subject", None)
+    gate = re.search(r"gate input (\S+)", result["profile"]["note"])
+    assert gate is not None
+    facts = {"model": result["model"], "gate": gate[1], "device": result["device"]["name"]}
+    facts["chunk"] = result["points"][0]["engine"]["chunk"]
     arguments: dict[str, Any] = {**SMALL, "seeds": 1, "resume": file}
-    other = {"profile": {**result["profile"], "tp": 2}} if name == "tp" else {}
-    file.write_text(json.dumps({"result": {**result, **other}}))
-    every = 16 if name == "admission" else 0
-    with pytest.raises(UsageError, match=rf"another {name}( \(2, here 1\))?$"):
-        bench_serve(tiny_kda, ratios=(1.0,), arms=("damp",), every=every, **arguments)
+    with pytest.raises(UsageError) as refused:
+        bench_serve(tiny_kda, ratios=(1.0,), arms=("damp",), **arguments)
+    assert refused.value.message == f"the earlier run had another {told.format(**facts)}"
+
+
+def test_a_gate_input_that_is_given_is_the_one_of_the_model(
+    tmp_path: Path, tiny_kda: Path, result: dict[str, Any]
+) -> None:
+    """The number counts, not where it came from."""
+    file = tmp_path / "serve.json"
+    file.write_text(json.dumps({"result": result}))
+    given = profile_of(open_checkpoint(str(tiny_kda)), gate_input=-0.3)
+    read_earlier(file).check_options(result["model"], given, earlier_options(result))
+    other = profile_of(open_checkpoint(str(tiny_kda)), gate_input=-0.25)
+    with pytest.raises(UsageError, match=r"another gate input \(-0\.3, here -0\.25\)$"):
+        read_earlier(file).check_options(result["model"], other, earlier_options(result))
+
+
+def earlier_options(result: dict[str, Any]) -> Options:
+    return Options(clients=result["clients"], limits=(2,), cutoffs=(16,))
+
+
+NO_RESULT = {
+    "missing": (None, "No such file"),
+    "of another verb": ({"command": "bench update", "result": {}}, "it is a result of `bench update`"),
+    "simulated": ({"command": "bench simulate", "result": {}}, "it is a result of `bench simulate`"),
+    "that failed": ({"command": "bench serve", "ok": False, "result": None}, "it holds no result"),
+    "a list": ([1], "it holds no result"),
+    "half": ({"command": "bench serve", "result": {"points": []}}, "no 'control'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_RESULT)
+def test_a_file_that_cannot_go_on_is_told_before_the_model_is_loaded(
+    name: str, tmp_path: Path, tiny_kda: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve_workers, "load_subject", None)
+    content, why = NO_RESULT[name]
+    file = tmp_path / "given.json"
+    if content is not None:
+        file.write_text(json.dumps(content))
+    with pytest.raises(SourceError, match=rf"cannot read the points of given\.json: .*{why}"):
+        bench_serve(tiny_kda, resume=file, **SMALL)
+
+
+def test_commits_of_a_run_that_goes_on(
+    tmp_path: Path, tiny_kda: Path, result: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others than its own, each once, in order; from the document of a file or of `--json`."""
+    monkeypatch.setattr("hybridstate.provenance.environment", lambda: {"commit": "own"})
+    file = tmp_path / "serve.json"
+    ran = {**result, "continued": ["b", "own", "b", "a"]}
+    for document, expected in (
+        ({"result": ran, "provenance": {"commit": "c"}}, ["b", "a", "c"]),
+        ({"result": ran, "provenance": {"commit": "own"}}, ["b", "a"]),
+        ({"result": {**ran, "provenance": {"commit": "d"}}}, ["b", "a", "d"]),
+        ({"result": result, "provenance": {"commit": "own"}}, []),
+        (result, ["unknown"]),
+    ):
+        file.write_text(json.dumps(document))
+        assert read_earlier(file).commits == expected
 
 
 def test_seeds_that_ran_otherwise_are_told(
@@ -407,11 +523,13 @@ def test_seeds_that_ran_otherwise_are_told(
     point = next(p for p in found["points"] if (p["arm"], p["ratio"]) == ("dense", 0.25))
     assert point["earlier_engines"] == [captured]
     assert point["engine"]["mode"] == "eager"
-    found["points"][-1]["not_continued"] = "damp: RuntimeError: CUDA error"
+    found["points"][-1]["not_continued"] = f"{found['points'][-1]['arm']}: RuntimeError: CUDA error"
     out = Output("bench serve")
     serving_tables(out, found)
     told = " ".join(out.warnings)
-    assert "no more seeds of damp: RuntimeError: CUDA error" in told
+    last = found["points"][-1]
+    where = f"{last['arm']} at ratio {last['ratio']:g}"
+    assert f"no more seeds of {where}: RuntimeError: CUDA error" in told
     assert "seeds ran in different ways, whose seconds do not compare" in told
     assert "steps eager, prompts eager (dense, damp)" in told
     assert "before the deadline" not in told

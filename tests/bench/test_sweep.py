@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hybridstate.bench.serving_arms import kimi_profile
-from hybridstate.bench.serving_points import Outcome, earlier
+from hybridstate.bench.serving_points import Outcome, earlier, other_commits
 from hybridstate.bench.sweep import Job, Options, Sweep, chosen_arms
 from hybridstate.bench.traces import no_sharing, wildchat_shape
 from hybridstate.errors import UsageError
@@ -25,19 +25,25 @@ class Server:
     Args:
         left: outcomes until the deadline.
         failing: name of an arm and its seed that fails.
+        late: name of an arm and its seed that comes too late, though a later one does not.
     """
 
-    def __init__(self, left: int = 1000, failing: tuple[str, int] | None = None) -> None:
-        self.left, self.failing = left, failing
+    def __init__(
+        self,
+        left: int = 1000,
+        failing: tuple[str, int] | None = None,
+        late: tuple[str, int] | None = None,
+    ) -> None:
+        self.left, self.failing, self.late = left, failing, late
         self.begun: list[tuple[str, float, bool, int]] = []
 
     def __call__(self, jobs: Sequence[Job]) -> Iterator[Outcome | None]:
         for job in jobs:
-            if not self.left:
+            case = job.case
+            if not self.left or (case.arm.name, job.seed) == self.late:
                 yield None
                 continue
             self.left -= 1
-            case = job.case
             self.begun.append((case.arm.name, case.ratio, case.control, job.seed))
             if (case.arm.name, job.seed) == self.failing:
                 yield Outcome({}, "", error="RuntimeError: refused")
@@ -174,11 +180,29 @@ def test_the_operating_point_of_an_earlier_run_counts_in_the_progress() -> None:
     assert told[-1][1] == told[-1][2]
 
 
-def test_an_arm_that_fails_says_so_and_keeps_what_an_earlier_run_has() -> None:
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_an_arm_that_fails_says_so_and_keeps_the_seeds_before(seed: int) -> None:
+    """Those of the same run as those of an earlier one; what ran behind the failure is left out, and said."""
+    broken, said = ("nr-16", seed), "nr-16: RuntimeError: refused"
+    found, records, _ = sweep(Server(failing=broken), control=False)
+    for point in found["points"]:
+        failed = point["arm"] == "nr-16"
+        assert len(point.get("seeds", ())) == (seed if failed else SEEDS)
+        assert point.get("left_out", 0) == (SEEDS - 1 - seed if failed else 0)
+        assert point.get("not_continued") == (said if failed and seed else None)
+        assert point.get("skipped") == (said if failed and not seed else None)
+        assert point.get("failed", False) == (failed and not seed)
+    for document in (found, records[-1]):
+        rest, _, _ = sweep(Server(), known=document, control=False)
+        assert counts(rest) == [SEEDS] * 6
+        for point in rest["points"]:
+            assert not {"not_continued", "left_out", "failed", "skipped"} & set(point)
+            digests = [f"{point['arm']} {point['ratio']:g} {n}" for n in range(SEEDS)]
+            assert point["output_digests"] == digests
+
+
+def test_an_arm_that_fails_keeps_what_an_earlier_run_has() -> None:
     broken = ("nr-16", 2)
-    alone, _, _ = sweep(Server(failing=broken), control=False)
-    point = next(p for p in alone["points"] if p["arm"] == "nr-16")
-    assert (point["failed"], point["skipped"]) == (True, "nr-16: RuntimeError: refused")
     first, _, _ = sweep(Server(), seeds=2, control=False)
     found, _, _ = sweep(Server(failing=broken), known=first, control=False)
     for point in found["points"]:
@@ -188,6 +212,84 @@ def test_an_arm_that_fails_says_so_and_keeps_what_an_earlier_run_has() -> None:
     rest, _, _ = sweep(Server(), known=found, control=False)
     assert counts(rest) == [3] * 6
     assert not any("not_continued" in point for point in rest["points"])
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_no_seed_is_missing_between_two(seed: int) -> None:
+    """Workers read the clock one after the other, and it may be set back: a later seed may begin where one did not."""
+    server = Server(late=("nr-16", seed))
+    found, _, _ = sweep(server, control=False)
+    assert found["not_begun"] == 2
+    for point in found["points"]:
+        gap = point["arm"] == "nr-16"
+        assert len(point.get("seeds", ())) == (seed if gap else SEEDS)
+        assert point.get("left_out", 0) == (SEEDS - 1 - seed if gap else 0)
+    again = Server()
+    rest, _, _ = sweep(again, known=found, control=False)
+    assert rest["not_begun"] == 0
+    assert [(n, r, s) for n, r, _, s in again.begun] == [
+        ("nr-16", ratio, n) for ratio in (1.0, 0.5) for n in range(seed, SEEDS)
+    ]
+    whole, _, _ = sweep(Server(), control=False)
+    by_place = dict(zip(places(rest), rest["points"], strict=True))
+    assert [by_place[place] for place in places(whole)] == whole["points"]
+
+
+def test_a_kept_point_forgets_what_its_run_left_out() -> None:
+    first, _, _ = sweep(Server(late=("nr-16", 1)), control=False)
+    found, _, _ = sweep(Server(), known=first, seeds=1, control=False)
+    assert any("left_out" in point for point in first["points"])
+    assert not any("left_out" in point for point in found["points"])
+    assert (found["seeds"], found["seeds_asked"]) == (SEEDS, 1)
+
+
+def test_other_pools_are_refused_before_any_seed_runs() -> None:
+    """The arm would come last."""
+    first, _, _ = sweep(Server(), seeds=1, control=False)
+    other = next(p for p in first["points"] if (p["arm"], p["ratio"]) == ("wr-16", 0.5))
+    slots = other["slots_compressed"]
+    other["slots_compressed"] = 7
+    server = Server()
+    match = rf"another slots_compressed for wr-16 at ratio 0\.5: slots_compressed 7, here {slots}$"
+    with pytest.raises(UsageError, match=match):
+        sweep(server, known=first)
+    assert server.begun == []
+    sweep(server, known=first, ratios=(1.0,))
+
+
+def test_another_sweep_is_refused_with_both_values() -> None:
+    document: dict[str, Any] = {
+        "points": [],
+        "control": [],
+        "think_s": 1.0,
+        "admission": {"every": 0, "finished": True},
+        "trace": {"name": "wildchat-shape", "note": "prose; 4 turns; at most 8,192", "size": 3},
+        "plan_digest": None,
+    }
+    for name, ours, told in (
+        ("think_s", 0.5, "think_s (1, here 0.5)"),
+        ("admission", {"every": 16, "finished": True}, "admission (every 0, here 16)"),
+        ("plan_digest", "ab", "plan_digest (none, here ab)"),
+        ("absent", 3, "absent (none, here 3)"),
+        ("trace", {**document["trace"], "note": "", "size": 4}, "trace (size 3, here 4)"),
+        (
+            "trace",
+            {**document["trace"], "note": "prose; 4 turns; at most 4,096"},
+            "trace (note at most 8,192, here at most 4,096)",
+        ),
+    ):
+        assert earlier({**document, name: ours}, {name: ours}) == {}
+        with pytest.raises(UsageError) as refused:
+            earlier(document, {name: ours})
+        assert refused.value.message == f"the earlier run had another {told}"
+    with pytest.raises(UsageError, match=r"another think_s \(.*\), plan_digest \(.*\)$"):
+        earlier(document, {"think_s": 2.0, "plan_digest": "ab"})
+
+
+def test_commits_of_earlier_seeds_are_others_each_once() -> None:
+    assert other_commits(["a", "a", "b", "c", "b", "a"], "b") == ["a", "c"]
+    assert other_commits(["b", "b"], "b") == []
+    assert other_commits(["unknown"], None) == ["unknown"]
 
 
 def test_points_without_pools_are_counted_as_done(monkeypatch: pytest.MonkeyPatch) -> None:
