@@ -15,6 +15,7 @@ from recordings import (
     VALIDATED,
     Run,
     embedded,
+    recorded,
     runs,
     synthetic,
     trained,
@@ -37,6 +38,7 @@ SHOWS = {
     "tpot": "cut of the time per output token against FP32, by batch and format",
     "components": "milliseconds of a decode step by component, one bar per batch and format",
     "serving_cutoffs": "time to the first token, whole time and token hit rate against the cutoff, by arm",
+    "serving_policies": "time to the first token, whole time and token hit rate by working set and eviction policy",
     "serving_ratios": "time to the first token, whole time and token hit rate against the working set over dense slots",
 }
 """What is to be seen in a picture, for those who cannot see it."""
@@ -62,6 +64,7 @@ def draw() -> None:
         validation_figures,
     )
     from hybridstate.figures.quality import quality_figures
+    from hybridstate.figures.serving import policy_figure
     from hybridstate.figures.update import update_figure
 
     for name in filter(embedded, MODELS):
@@ -98,6 +101,25 @@ def draw() -> None:
             ((path, _),) = run.files
             serving_figures(run.result, run.name, _folder(f"serving/{path.stem}"))
             print(f"figures/serving/{path.stem}/ from {path.name}")
+    for name, documents in policies().items():
+        results = [document["result"] for _, document in documents]
+        policy_figure(results, "nr-64", results[0]["model"], _folder(f"serving/{name}"))
+        print(f"figures/serving/{name}/ from {', '.join(path.name for path, _ in documents)}")
+
+
+def policies() -> dict[str, list[tuple[Path, dict[str, Any]]]]:
+    """Simulations that differ in the eviction policy alone: name of LRU's -> (file, document), LRU first.
+
+    benchmarks/policies-POLICY-NAME.json belongs to benchmarks/simulate-NAME.json.
+    """
+    found: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
+    for path, document in recorded("policies-*.json"):
+        policy = document["result"]["policy"]
+        name = f"simulate-{path.stem.removeprefix(f'policies-{policy}-')}"
+        if name not in found:
+            found[name] = list(recorded(f"{name}.json"))
+        found[name].append((path, document))
+    return found
 
 
 def _folder(name: str) -> Path:

@@ -28,18 +28,19 @@ Result = Mapping[str, Any]
 
 
 def operating(result: Result) -> str:
-    """Every arm at the operating point and each limit, and on the control."""
+    """Every arm at the operating point and each limit, and on the control; changes with their range over the seeds."""
     chosen = result["operating_point"]["ratio"]
     rows = []
     for name, points in (("trace", result["points"]), ("control", result["control"])):
         found = [p for p in points if p["ratio"] == chosen]
         found.sort(key=lambda p: -p["limit"])
-        rows += [_row(name, p) for p in found]
+        dense = {p["limit"]: p for p in found if p["arm"] == "dense"}
+        rows += [_row(name, p, dense.get(p["limit"])) for p in found]
     head = ("arm", "on", "running", "native", "compressed", "token hit", "mean TTFT", "P95", "TPOT")
     return tables.markdown((*head, "mean E2E", "TTFT against dense", "seeds"), rows)
 
 
-def _row(name: str, point: Result) -> list[str]:
+def _row(name: str, point: Result, dense: Result | None) -> list[str]:
     head = [point["arm"], name, str(point["limit"])]
     if "mean" not in point:
         return [*head, *[""] * 7, "not run", ""]
@@ -54,9 +55,18 @@ def _row(name: str, point: Result) -> list[str]:
         f"{mean['p95_ttft_ms'] / 1e3:.3f} s",
         f"{mean['mean_tpot_ms']:.2f} ms",
         f"{mean['mean_e2e_latency_ms'] / 1e3:.3f} s",
-        "" if change is None else f"{100 * change:+.1f} %",
+        "" if change is None else f"{100 * change:+.1f} %{spread(point, dense)}",
         str(len(point["seeds"])),
     ]
+
+
+def spread(point: Result, dense: Result | None) -> str:
+    """Lowest and highest change of the mean TTFT against dense of one seed; empty with fewer than two seeds of both."""
+    if dense is None or point is dense or "mean" not in dense:
+        return ""
+    both = zip(point["seeds"], dense["seeds"], strict=False)
+    found = [100 * (ours["mean_ttft_ms"] / theirs["mean_ttft_ms"] - 1) for ours, theirs in both]
+    return f" ({min(found):+.1f} to {max(found):+.1f})" if len(found) > 1 else ""
 
 
 def sweep(result: Result) -> str:
@@ -347,7 +357,52 @@ def exchange_block() -> str:
     return "\n\n".join(parts) or NOTHING
 
 
+BESIDE_DENSE = ("nr-64", "nr-64+int8", "damp")
+"""Arms that the comparison of policies shows."""
+
+
+def policies_block() -> str:
+    """Dense and the arms of `BESIDE_DENSE` at the working set that the rule chooses under each policy, and at LRU's."""
+    parts = []
+    for name, others in pictures.policies().items():
+        lru = others[0][1]["result"]
+        at = lru["operating_point"]["ratio"]
+        rows = []
+        for _, document in others:
+            result = document["result"]
+            chosen = result["operating_point"]["ratio"]
+            for ratio in dict.fromkeys((at, chosen)):
+                rows.append([result["policy"], f"{ratio:g}", *_policy_cells(result, ratio)])
+        head = (
+            "policy",
+            "ratio",
+            "dense hit",
+            "dense TTFT",
+            *(f"TTFT, {arm}" for arm in BESIDE_DENSE),
+        )
+        parts += [
+            f"**{heading(lru)}.** Ratio {at:g} is LRU's operating point; each other policy's own follows it.",
+            tables.markdown(head, rows),
+            pictures.link(f"serving/{name}", "serving_policies", f"{heading(lru)}, by policy"),
+            *(source_line(path, document) for path, document in others[1:]),
+        ]
+    return "\n\n".join(parts) or NOTHING
+
+
+def _policy_cells(result: Result, ratio: float) -> list[str]:
+    limit = result["points"][0]["limit"]
+    found = {p["arm"]: p for p in result["points"] if p["ratio"] == ratio and p["limit"] == limit}
+    dense = found["dense"]["mean"]
+    changed = (f"{100 * found[arm]['against_dense']['ttft']:+.1f} %" for arm in BESIDE_DENSE)
+    return [
+        tables.percent(dense["hybridstate"]["token_hit_rate"]),
+        f"{dense['mean_ttft_ms'] / 1e3:.2f} s",
+        *changed,
+    ]
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
+    "policies": policies_block,
     "exchange": exchange_block,
     "serve": lambda: runs(SERVED[0]),
     "simulate": lambda: runs(SERVED[1]),

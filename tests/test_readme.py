@@ -1,5 +1,6 @@
 """The README and the generated pages hold: marked commands run, links lead somewhere, nothing is stale."""
 
+import json
 import os
 import re
 import shlex
@@ -90,6 +91,26 @@ def test_links_and_pictures_exist() -> None:
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
             if not target.startswith(("http://", "https://")):
                 assert (page.parent / target).exists(), f"{page.name}: {target} does not exist"
+
+
+def test_the_summary_has_the_changes_that_were_recorded() -> None:
+    """Mean TTFT against dense at the operating point, `tiny-gdn` and `tiny-kda`, of NR, WR, INT8 and DAMP."""
+    found: dict[str, list[str]] = {}
+    for model in ("tiny-gdn", "tiny-kda"):
+        text = (ROOT / "benchmarks" / f"serve-{model}-think.json").read_text()
+        result = json.loads(text)["result"]
+        for point in result["points"]:
+            if point["ratio"] == result["operating_point"]["ratio"] and point["limit"] == 32:
+                change = 100 * point.get("against_dense", {}).get("ttft", 0.0)
+                found.setdefault(point["arm"], []).append(f"{change:+.1f}")
+    row = next(line for line in README.splitlines() if line.startswith("| Faster by |"))
+    for arm, before in (
+        ("nr-64", "mean TTFT ["),
+        ("wr-64", "WR "),
+        ("int8", "alone "),
+        ("damp", "are, mean TTFT ["),
+    ):
+        assert f"{before}{' and '.join(found[arm])} %" in row, (arm, found[arm])
 
 
 def test_generated_pages_are_up_to_date() -> None:

@@ -62,6 +62,16 @@ def test_a_run_that_went_on_says_how_its_seeds_ran() -> None:
     assert serving_tables.finding(result)
 
 
+def test_changes_have_their_range_over_the_seeds() -> None:
+    """Of the seeds that both arms have, each against dense's of the same order of conversations."""
+    dense = {"mean": {}, "seeds": [{"mean_ttft_ms": value} for value in (100.0, 200.0, 300.0)]}
+    arm = {"seeds": [{"mean_ttft_ms": value} for value in (80.0, 140.0)]}
+    assert serving_tables.spread(arm, dense) == " (-30.0 to -20.0)"
+    assert serving_tables.spread({"seeds": arm["seeds"][:1]}, dense) == ""
+    assert serving_tables.spread(dense, dense) == ""
+    assert serving_tables.spread(arm, None) == ""
+
+
 def test_what_a_simulation_says_beside_what_was_measured() -> None:
     """Arms of both runs at the same ratio, the sign that turned named, rates by ratio and not by when they ran."""
 

@@ -115,14 +115,18 @@ def _panels(title: str) -> tuple[Any, Sequence["Axes"]]:
 
 
 def _finish(
-    figure: Any, panels: Sequence["Axes"], path: Path, rows: Sequence[tuple[object, ...]]
+    figure: Any,
+    panels: Sequence["Axes"],
+    path: Path,
+    rows: Sequence[tuple[object, ...]],
+    header: Sequence[str] = HEADER,
 ) -> None:
     for axes in panels:
-        axes.set_ylim(bottom=0)
-    panels[-1].set_ylim(0, max(1.0, panels[-1].get_ylim()[1]))
+        axes.set_ylim(0, 1.04 * axes.get_ylim()[1])
+    panels[-1].set_ylim(0, max(1.04, panels[-1].get_ylim()[1]))
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=7, frameon=False)
-    save_figure(figure, path, HEADER, rows)
+    save_figure(figure, path, header, rows)
 
 
 def _cutoffs(points: Sequence[Point], title: str, folder: Path) -> None:
@@ -164,15 +168,17 @@ def _cutoffs(points: Sequence[Point], title: str, folder: Path) -> None:
 
 
 def _ratios(points: Sequence[Point], operating: float, title: str, folder: Path) -> None:
-    """The same against working set over dense slots, at each kind's smallest cutoff and without placement."""
+    """The same against working set over dense slots, without placement, at the cutoff of each kind that is fastest at
+    the operating point."""
     figure, panels = _panels(title)
     for kind, label, colour, style in KINDS:
         same = [p for p in points if p["kind"] == kind and p["balance"] == "off"]
-        smallest = min((p["w_max"] or 0 for p in same), default=0)
-        found = sorted((p for p in same if (p["w_max"] or 0) == smallest), key=lambda p: p["ratio"])
-        if not found:
+        if not same:
             continue
-        name = f"{label} {smallest}" if smallest else label
+        there = [p for p in same if p["ratio"] == operating] or same
+        cutoff = min(there, key=lambda p: _value(p, "ttft_s"))["w_max"]
+        found = sorted((p for p in same if p["w_max"] == cutoff), key=lambda p: p["ratio"])
+        name = label if cutoff is None else f"{label} {cutoff}"
         for axes, (metric, _) in zip(panels, METRICS, strict=True):
             axes.plot(
                 [p["ratio"] for p in found],
@@ -187,3 +193,40 @@ def _ratios(points: Sequence[Point], operating: float, title: str, folder: Path)
         axes.axvline(operating, color="#BDBDBD", linewidth=0.8, zorder=0)
         axes.set_xlabel("working set / dense slots", fontsize=8)
     _finish(figure, panels, folder / "serving_ratios", [_row(p) for p in points])
+
+
+POLICY_STYLES: Final = {"lru": ("o", 0), "leaf-lru": ("s", 1), "cost": ("^", 2)}
+"""Marker and colour of an eviction policy."""
+
+
+def policy_figure(results: Sequence[Result], arm: str, model: str, folder: Path) -> None:
+    """Mean TTFT, E2E and hit rate of dense and of one arm against the working set, a colour for each eviction policy.
+
+    Args:
+        results: `result` of runs that differ in `policy` alone.
+        arm: beside dense, dashed.
+        model: its name, for the title.
+        folder: existing; gets serving_policies as .png and .csv.
+    """
+    first = results[0]["points"][0]["limit"]
+    figure, panels = _panels(f"{model}, {_how(results[0])}, {first} running, by eviction policy")
+    rows = []
+    for result in results:
+        marker, colour = POLICY_STYLES[result["policy"]]
+        points = [p for p in result["points"] if "mean" in p and p["limit"] == first]
+        for name, line in (("dense", "-"), (arm, "--")):
+            found = sorted((p for p in points if p["arm"] == name), key=lambda p: p["ratio"])
+            for axes, (metric, _) in zip(panels, METRICS, strict=True):
+                axes.plot(
+                    [p["ratio"] for p in found],
+                    [_value(p, metric) for p in found],
+                    f"{marker}{line}",
+                    color=COLOURS[colour],
+                    markersize=4,
+                    linewidth=1,
+                    label=f"{name}, {result['policy']}",
+                )
+            rows += [(result["policy"], *_row(p)) for p in found]
+    for axes in panels:
+        axes.set_xlabel("working set / dense slots", fontsize=8)
+    _finish(figure, panels, folder / "serving_policies", rows, ("policy", *HEADER))
