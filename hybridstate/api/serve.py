@@ -80,13 +80,13 @@ def bench_serve(
     """
     from hybridstate.bench.serve_workers import Peers, Setting, Worker, Workers
     from hybridstate.bench.serving_arms import served_arms
+    from hybridstate.bench.serving_resume import read_earlier
     from hybridstate.bench.serving_setup import (
         context_limit,
         fit_points,
         fitting_scale,
         make_options,
         profile_of,
-        read_earlier,
     )
     from hybridstate.bench.sweep import Sweep, chosen_arms
     from hybridstate.bench.timing import device_record

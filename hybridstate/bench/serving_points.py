@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from hybridstate.bench.serving_stats import mean_over_seeds
-from hybridstate.errors import NumericError, UsageError
+from hybridstate.errors import NumericError
 
 TARGET_HIT: Final = 0.5
 
@@ -34,33 +34,6 @@ class Outcome:
     operations: dict[str, list[list[float]]] | None = None
     engine: dict[str, Any] | None = None
     error: str | None = None
-
-
-def earlier(document: Mapping[str, Any], header: Mapping[str, Any]) -> dict[Key, dict[str, Any]]:
-    """Points of a document of the same sweep, for `known`.
-
-    Args:
-        document: the earlier result.
-        header: of the sweep that goes on; every entry has to be the same there.
-
-    Raises:
-        UsageError: it was another sweep; names each entry that differs, with both values.
-    """
-    other = [
-        f"{name} ({differing(document.get(name), value)})"
-        for name, value in header.items()
-        if document.get(name) != value
-    ]
-    if other:
-        raise UsageError(
-            f"the earlier run had another {', '.join(other)}",
-            hint="resume with the same options, model and trace",
-        )
-    return {
-        (p["arm"], p["ratio"], p["limit"], control): {k: p[k] for k in p if k != "left_out"}
-        for control, points in ((False, "points"), (True, "control"))
-        for p in document[points]
-    }
 
 
 def other_commits(ran: Sequence[str], own: str | None) -> list[str]:

@@ -1,9 +1,8 @@
 """What `bench serve` and `bench simulate` share: options, traces, profiles, and fits from recorded files."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,7 +11,6 @@ from hybridstate.errors import SourceError, UsageError, reading
 if TYPE_CHECKING:
     from hybridstate.bench.cost_model import CostModel
     from hybridstate.bench.serving_arms import Profile
-    from hybridstate.bench.serving_points import Key
     from hybridstate.bench.sweep import Options
     from hybridstate.bench.traces import Encode, Trace
     from hybridstate.checkpoint import Checkpoint
@@ -220,124 +218,6 @@ def kv_token_bytes(config: Mapping[str, Any]) -> int:
     if width is None and text.get("hidden_size") and text.get("num_attention_heads"):
         width = text["hidden_size"] // text["num_attention_heads"]
     return 2 * BF16_BYTES * int(heads) * int(width) if heads and width else 0
-
-
-@dataclass(frozen=True)
-class Earlier:
-    """An earlier `bench serve` that goes on.
-
-    Attributes:
-        document: its result, `tp`, `device` and `gate input` beside the other entries.
-        goals, chunks: goodput goals and prefill chunks that its seeds ran with.
-        commits: that its seeds ran at, other than this one, each once.
-    """
-
-    document: dict[str, Any]
-    goals: list[dict[str, float]]
-    chunks: list[int]
-    commits: list[str]
-
-    def check_options(self, model: str, profile: "Profile", options: "Options") -> None:
-        """Compare what is known before the model is loaded.
-
-        Raises:
-            UsageError: it was another sweep.
-        """
-        from hybridstate.bench.serving_points import earlier
-
-        wanted = {
-            "model": model,
-            "clients": options.clients,
-            "think_s": options.think,
-            "policy": options.policy,
-            "budget_scope": options.scope,
-            "working_set": options.working_set,
-            "admission": options.admission_json,
-            "tp": options.tp,
-            "gate input": _gate_input(profile.note),
-            "goodput goal": options.goal_json,
-        }
-        earlier({**self.document, "goodput goal": _other(self.goals, options.goal_json)}, wanted)
-
-    def points(
-        self,
-        header: Mapping[str, Any],
-        trace: "Trace",
-        control: "Trace | None",
-        chunk: int,
-    ) -> "dict[Key, dict[str, Any]]":
-        """The points, compared with what is known of the loaded model.
-
-        Args:
-            header: of the document that goes on.
-            trace, control: what is served; no control where it is not asked for.
-            chunk: prompt tokens of one prefill call.
-
-        Raises:
-            UsageError: it was another sweep, or ran on another kind of device.
-        """
-        from hybridstate.bench.serving_points import earlier
-
-        document, profile = self.document, header["profile"]
-        wanted = {name: header[name] for name in ("plan_digest", "scale", "dtype")}
-        wanted |= {
-            "trace": trace.to_json(),
-            "device": header["device"]["name"],
-            "prefill chunk": chunk,
-            "synthetic weights": profile["synthetic"],
-        }
-        if control is not None and document.get("control_trace") is not None:
-            wanted["control_trace"] = control.to_json()
-        if document.get("budget_scope") == "state+kv":
-            wanted["kv_bytes_per_token"] = profile["kv_bytes_per_token"]
-        theirs = {**document["profile"], **document, "prefill chunk": _other(self.chunks, chunk)}
-        theirs["synthetic weights"] = document["profile"].get("synthetic")
-        return earlier(theirs, wanted)
-
-
-def read_earlier(path: Path) -> Earlier:
-    """An earlier `bench serve`, whole or partial, before anything is compared.
-
-    Raises:
-        SourceError: the file cannot be read, or is no result of `bench serve`.
-    """
-    from hybridstate.bench.serving_points import earlier, other_commits
-    from hybridstate.provenance import environment
-
-    hint = "a document of `bench serve`, whole or partial"
-    with reading(path, f"cannot read the points of {path.name}", hint=hint):
-        whole = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(whole, dict) or not isinstance(whole.get("result", whole), dict):
-            raise TypeError("it holds no result")
-        command = whole.get("command", "bench serve")
-        document = dict(whole.get("result", whole))
-        if command != "bench serve" or document.get("simulated", False):
-            raise TypeError(f"it is a result of `{command}`")
-        points = list(earlier(document, {}).values())
-        seeds = [seed for point in points for seed in point.get("seeds", ())]
-        engines = [p["engine"] for p in points if p.get("engine")]
-        found = whole.get("provenance") or document.get("provenance") or {}
-        ran = [*document.get("continued", ()), found.get("commit") or "unknown"]
-        document["tp"] = document["profile"].get("tp", 1)
-        document["gate input"] = _gate_input(document["profile"]["note"])
-        document["device"] = document["device"]["name"]
-        return Earlier(
-            document,
-            [seed["goodput_slos_ms"] for seed in seeds],
-            [engine["chunk"] for engine in engines if "chunk" in engine],
-            other_commits(ran, environment()["commit"]),
-        )
-
-
-def _gate_input(note: str) -> str:
-    """The number in a profile's note, wherever it came from; else the note."""
-    found = re.search(r"gate input (\S+)", note)
-    return note if found is None else found[1]
-
-
-def _other(values: Sequence[Any], ours: Any) -> Any:
-    """The first of some values that is not ours; ours where there is none."""
-    return next((value for value in values if value != ours), ours)
 
 
 def recorded_fit(

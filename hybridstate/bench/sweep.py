@@ -167,8 +167,8 @@ class Sweep:
         serve: runs jobs.
         progress: called with (stage, done, total).
         record: receives the points so far after every seed, in the order of the cases, then what `known` has more.
-        known: points of an earlier run (`earlier`). Their seeds are not run again, and those that this sweep does not
-            ask for stay as they are.
+        known: points of an earlier run (`serving_resume`). Their seeds are not run again, and those that this sweep
+            does not ask for stay as they are.
 
     Raises:
         UsageError: an option is out of range.

@@ -24,7 +24,8 @@ from hybridstate.bench.serve import Bench, Subject, thinned
 from hybridstate.bench.serve_workers import Setting, load_subject
 from hybridstate.bench.serving_arms import Arm
 from hybridstate.bench.serving_points import operating_point
-from hybridstate.bench.serving_setup import profile_of, read_earlier
+from hybridstate.bench.serving_resume import padded_to, read_earlier
+from hybridstate.bench.serving_setup import profile_of
 from hybridstate.bench.sweep import Options
 from hybridstate.bench.traces import generated
 from hybridstate.checkpoint import open_checkpoint
@@ -35,6 +36,7 @@ from hybridstate.errors import NumericError, SourceError, UsageError
 from hybridstate.plan.select import random_selection
 from hybridstate.runtime.admission import Admission
 from hybridstate.runtime.parallel import Ranks
+from hybridstate.runtime.serving import _powers
 
 SCALE = 1 / 256
 SMALL: dict[str, Any] = {
@@ -421,6 +423,7 @@ OTHER: dict[str, tuple[tuple[str, ...], Any, str, bool]] = {
     ),
     "control": (("control_trace", "conversations"), 8, "control_trace (conversations 8, here 6)", False),
     "chunk": (("engine", "chunk"), 7, "prefill chunk (7, here {chunk})", False),
+    "batches": (("engine", "sizes"), [1, 3], "batch size for limit 2 (3, here 2)", True),
     "device": (("device", "name"), "NVIDIA H200", "device (NVIDIA H200, here {device})", False),
     "weights": (("profile", "synthetic"), True, "synthetic weights (True, here False)", False),
 }  # fmt: skip
@@ -471,6 +474,7 @@ NO_RESULT = {
     "missing": (None, "No such file"),
     "of another verb": ({"command": "bench update", "result": {}}, "it is a result of `bench update`"),
     "simulated": ({"command": "bench simulate", "result": {}}, "it is a result of `bench simulate`"),
+    "simulated, bare": ({"simulated": True, "points": []}, "it is simulated"),
     "that failed": ({"command": "bench serve", "ok": False, "result": None}, "it holds no result"),
     "a list": ([1], "it holds no result"),
     "half": ({"command": "bench serve", "result": {"points": []}}, "no 'control'"),
@@ -490,11 +494,18 @@ def test_a_file_that_cannot_go_on_is_told_before_the_model_is_loaded(
         bench_serve(tiny_kda, resume=file, **SMALL)
 
 
+def test_batches_are_padded_as_engines_pad_them() -> None:
+    for running in range(1, 40):
+        sizes = _powers(running)
+        for limit in range(1, running + 1):
+            assert padded_to(limit, running) == min(size for size in sizes if size >= limit)
+
+
 def test_commits_of_a_run_that_goes_on(
     tmp_path: Path, tiny_kda: Path, result: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others than its own, each once, in order; from the document of a file or of `--json`."""
-    monkeypatch.setattr("hybridstate.provenance.environment", lambda: {"commit": "own"})
+    monkeypatch.setattr("hybridstate.bench.serving_resume.environment", lambda: {"commit": "own"})
     file = tmp_path / "serve.json"
     ran = {**result, "continued": ["b", "own", "b", "a"]}
     for document, expected in (

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from hybridstate.bench.serving_arms import kimi_profile
-from hybridstate.bench.serving_points import Outcome, earlier, other_commits
+from hybridstate.bench.serving_points import Outcome, other_commits
+from hybridstate.bench.serving_resume import earlier
 from hybridstate.bench.sweep import Job, Options, Sweep, chosen_arms
 from hybridstate.bench.traces import no_sharing, wildchat_shape
 from hybridstate.errors import UsageError
@@ -284,6 +285,11 @@ def test_another_sweep_is_refused_with_both_values() -> None:
         assert refused.value.message == f"the earlier run had another {told}"
     with pytest.raises(UsageError, match=r"another think_s \(.*\), plan_digest \(.*\)$"):
         earlier(document, {"think_s": 2.0, "plan_digest": "ab"})
+    for cause, name in (("admission", "working_set"), ("trace", "prefill chunk")):
+        with pytest.raises(UsageError, match=rf"another {name} \(none, here 9\)$"):
+            earlier(document, {name: 9})
+        with pytest.raises(UsageError, match=rf"another {cause} \([^()]*\)$"):
+            earlier(document, {name: 9, cause: {}})
 
 
 def test_commits_of_earlier_seeds_are_others_each_once() -> None:
