@@ -14,7 +14,7 @@ from recordings import BENCHMARKS, SERVED, recorded, source_line
 
 from hybridstate.bench.serving_points import ways
 from hybridstate.cli.output import counted
-from hybridstate.cli.serving_output import dense_hits, seed_counts
+from hybridstate.cli.serving_output import dense_hits, earlier_commits, seed_counts
 
 PAPER_CUT = -0.42
 """Change of the mean TTFT that DASC reports (abstract, 5.4); another model and trace."""
@@ -194,8 +194,8 @@ def beside(result: Result, measured: Result) -> str:
     return f"{text} The sign differs for {', '.join(turned)}." if turned else text
 
 
-def conditions(result: Result) -> str:
-    """What was served, on what, and whose seconds these are."""
+def conditions(result: Result, own: str | None = None) -> str:
+    """What was served, on what, and whose seconds these are; `own` is the commit that its document names."""
     trace, profile = result["trace"], result["profile"]
     seconds = (
         f"simulated, seconds: {result['cost_model']['source']}"
@@ -207,9 +207,8 @@ def conditions(result: Result) -> str:
         seeds += (
             " a point, as the tables say, and changes against dense over the seeds that both have"
         )
-    if result.get("continued"):
-        commits = [commit[:7] for commit in dict.fromkeys(result["continued"])]
-        seeds += f"; earlier seeds ran at {'commit' if len(commits) == 1 else 'commits'} {', '.join(commits)}"
+    if told := earlier_commits(result, own):
+        seeds += f"; {told}"
     different = ways([*result["points"], *result["control"]])
     if len(different) > 1:
         told = "; ".join(f"{name} ({', '.join(arms)})" for name, arms in different.items())
@@ -287,7 +286,7 @@ def runs(pattern: str) -> str:
         result = document["result"]
         parts += [
             f"### {heading(result)}",
-            conditions(result),
+            conditions(result, (document.get("provenance") or {}).get("commit")),
             finding(result),
             *(text for text in (" ".join(filter(None, (fit(result), fitted(document)))),) if text),
             operating(result),

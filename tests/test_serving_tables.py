@@ -53,6 +53,12 @@ def test_a_run_that_went_on_says_how_its_seeds_ran() -> None:
         "1 to 2 seeds a point, as the tables say, and changes against dense over the seeds" in text
     )
     assert "; earlier seeds ran at commit 0123456." in text
+    result["continued"] = ["0123456789", "abcdefabcd", "0123456789", "abcdefabcd"]
+    told = serving_tables.conditions(result, "abcdefabcd")
+    assert "; earlier seeds ran at commit 0123456." in told, "not its own, and each once"
+    assert "; earlier seeds ran at commits 0123456, abcdefa." in serving_tables.conditions(result)
+    result["continued"] = ["abcdefabcd"]
+    assert "earlier seeds" not in serving_tables.conditions(result, "abcdefabcd")
     assert (
         "steps cuda-graph, prompts cuda-graph (dense, nr-16); steps cuda-graph, prompts eager (dense)"
         in text
