@@ -11,16 +11,19 @@ EXTRAS := dev$(shell [ "$$(uname -s)" = Linux ] && echo ,triton)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export HYBRIDSTATE := $(BIN)/hybridstate
 
-.PHONY: help demo test test-triton check format figures/generate plans/generate generate clean
+.PHONY: help install demo test test-triton check format figures/generate plans/generate generate clean
 
 help: ## this list
 	@grep -hE '^[a-z/-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
+install: $(STAMP) ## the environment alone
+	@:
+
 demo: $(STAMP) ## the whole path on both embedded models, into ./demo
 	@bash scripts/demo.sh
 
-test: $(STAMP) ## all tests that this machine can run
-	@$(BIN)/python -m pytest
+test: $(STAMP) ## all tests that this machine can run, in two processes
+	@$(BIN)/python -m pytest -p tests.two_ends
 
 test-triton: $(STAMP) ## compile the kernels with every supported Triton from PyPI (needs the network, 2 GB in build/)
 	@$(BIN)/python tests/kernels/triton_versions/record.py
@@ -56,8 +59,10 @@ $(BIN)/python:
 	@echo "creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
 
-# Reinstalled only when the requirements change: the package itself is installed in place.
+# Reinstalled only when the requirements change: the package itself is installed in place. Bytecode is made on all cores
+# instead of pip's one; some packages carry templates that are no Python, hence no status.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing into $(VENV) (the first time takes a few minutes)"
-	@$(BIN)/python -m pip install -qq --no-warn-script-location -c constraints.txt -e '.[$(EXTRAS)]' $(EXTRA_PIP)
+	@$(BIN)/python -m pip install -qq --no-compile --no-warn-script-location -c constraints.txt -e '.[$(EXTRAS)]' $(EXTRA_PIP)
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib > /dev/null || true
 	@touch $@
