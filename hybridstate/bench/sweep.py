@@ -317,16 +317,16 @@ class Sweep:
         return kept
 
     def _check_known(self) -> None:
-        """Compare the points of an earlier run that this one may go on with, before any seed runs.
+        """Compare the points of an earlier run at this one's working sets, before any seed runs.
 
         Raises:
             UsageError: one ran in other pools.
         """
         options, arms = self.options, {arm.name: arm for arm in (self.dense, *self.arms)}
         for name, ratio, limit, control in self._known:
-            asked = ratio in options.ratios and limit in options.limits
-            if name in arms and asked and (options.control or not control):
-                case = Case(arms[name], ratio, limit, control)
+            swept = ratio in options.ratios and limit == options.limits[0] and not control
+            if swept and name in arms:
+                case = Case(arms[name], ratio, limit)
                 self._held(case, self._prepare(case)[0])
 
     def _held(self, case: Case, head: Mapping[str, Any]) -> dict[str, Any] | None:
