@@ -1,21 +1,22 @@
 """Tables of docs/kernels.md from the kernels' files in benchmarks/: `TABLES` names them."""
 
+import json
+import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from recordings import recorded, source_line
+from recordings import ROOT, recorded, source_line
 from tables import Result, markdown, percent, times
+from update_tables import fastest_fp32, over_pass, overlapped, peers, rivals, shares
 
 FORM_BATCHES = (256, 64, 16, 8, 4, 1)
 PASS_NAMES = {"packed": "packed bytes", "bf16": "16-bit bytes", "fp32": "FP32 bytes"}
-RIVAL_BATCHES = (1, 8, 64, 128, 256, 1024)
-RIVAL_STATES = {
-    "damp": "DAMP",
-    "damp-scaled": "DAMP with a value scale",
-    "damp, every 8, mixed": "DAMP, L = 8",
-}
-"""Of the table of rivals; the recorded file has all."""
 PHASE_NAMES = ("mixed", "aligned", "aligned, two kernels")
+README_LAYERS, README_BATCHES = ("qwen3-next", "kimi-linear"), (1, 4, 16, 64, 256)
+"""Of the README's table of the fastest FP32 kernels, as of its table of updates."""
+COMPILED = ROOT / "tests" / "data" / "kernels-sm90.json"
+SHARED_BYTES, BLOCK_BYTES = 228 * 1024, 1024
+"""Shared memory of a Hopper multiprocessor, and what each program takes besides its own."""
 
 
 def _microseconds(value: float | None) -> str:
@@ -166,6 +167,30 @@ def drift(result: Result) -> str:
     return markdown(["gate", "steps", *(f"L = {x}" for x in lengths)], rows)
 
 
+def ring_steps(result: Result) -> str:
+    """Steps of aligned rings at the largest batch by what they do, and what mixed phases cost over their mean."""
+    steps = [r for r in result["rows"] if r["what"] == "step"]
+    largest = max(r["batch"] for r in steps)
+    found = {
+        (r["kind"], r["every"], r["name"].removesuffix(" phases")): r
+        for r in steps
+        if r["batch"] == largest
+    }
+    rows = []
+    for (kind, every, name), r in found.items():
+        if not name.startswith("aligned"):
+            continue
+        first, *_, fullest, last = r["us_steps"]
+        mixed = found.get((kind, every, "mixed"))
+        mean = statistics.median(r["us_mean"])
+        over = "" if mixed is None else f"{statistics.median(mixed['us_mean']) - mean:+.1f}"
+        kernels = "two" if name.endswith("two kernels") else "one"
+        cells = [f"{x:.1f}" for x in (first, fullest, last, mean)]
+        rows.append([kind, str(every), kernels, *cells, over])
+    heads = ["empty ring", "fullest ring", "rewriting", "mean", "mixed over mean"]
+    return markdown(["gate", "L", "kernels", *heads], rows)
+
+
 def codecs(result: Result) -> str:
     """Transfers of whole states, each beside the in-place pass of the same run."""
     rows = [
@@ -207,38 +232,23 @@ def _case(name: str) -> tuple[str, str, str, str]:
     return layout_words(layout_id), gate, batch, count
 
 
-def rivals(result: Result) -> str:
-    """Fastest other kernel of each width and place, over the packed step's time."""
-    columns = ("fp32, in place", "fp32, out of place", "16-bit, in place", "16-bit, out of place")
-    rows = [
-        [
-            entry["dims"],
-            str(entry["batch"]),
-            RIVAL_STATES[entry.get("state", "damp")],
-            f"{1e6 * entry['damp_s']:.3g}",
-            *(times(entry["fastest"].get(c, {}).get("over_damp")) for c in columns),
-        ]
-        for entry in result.get("fastest", [])
-        if entry["fastest"]
-        and entry["batch"] in RIVAL_BATCHES
-        and entry.get("state", "damp") in RIVAL_STATES
-    ]
-    return markdown(["layer of", "batch", "state", "µs", *columns], rows) if rows else ""
+def programs_that_fit(registers: int, shared: int, warps: int = 1) -> int:
+    """Programs of a kernel on one Hopper multiprocessor, by shared memory, registers and the limit of 32."""
+    a_warp = 32 * 8 * -(-registers // 8)
+    by_registers = 4 * (16384 // a_warp) // warps
+    return min(32, by_registers, SHARED_BYTES // (shared + BLOCK_BYTES))
 
 
-def overlapped(result: Result) -> str:
-    """FP32 and packed steps whose launches overlap the one before, both alike."""
-    found = {
-        (row["dims"]["name"], row["batch"], row["state"]): row["step_s"]["median"]
-        for row in result["rows"]
-    }
+def compiled(record: Mapping[str, Result]) -> str:
+    """Registers, shared bytes, instructions and programs on a multiprocessor, by compiled variant."""
     rows = []
-    for name, batch in dict.fromkeys((name, batch) for name, batch, _ in found):
-        base, packed = found.get((name, batch, "fp32")), found.get((name, batch, "damp"))
-        if base and packed:
-            cells = (f"{1e6 * x:.3g}" for x in (base, packed))
-            rows.append([name, str(batch), *cells, times(base / packed)])
-    return markdown(["layer of", "batch", "FP32, µs", "DAMP, µs", "FP32 over DAMP"], rows)
+    for name, found in record.items():
+        split = re.search(r"split \d+ x (\d+)", name)
+        fit = programs_that_fit(found["registers"], found["shared"], int(split[1]) if split else 1)
+        numbers = [found[key] for key in ("registers", "local", "shared", "instructions")]
+        rows.append([name, *(f"{x:,}" for x in (*numbers, fit))])
+    head = ["registers", "spilled bytes", "shared bytes", "instructions", "on a multiprocessor"]
+    return markdown(["kernel", *head], rows)
 
 
 def counted(result: Result) -> str:
@@ -260,10 +270,14 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "kernel-passes": ("kernels.json", passes),
     "kernel-forms": ("kernels.json", forms),
     "kernel-rivals": ("update.json", rivals),
+    "kernel-peers": ("update.json", peers),
+    "kernel-fastest": ("update.json", fastest_fp32),
+    "kernel-over-pass": ("update.json", over_pass),
     "kernel-overlapped": ("overlapped.json", overlapped),
     "kernel-bytes": ("kernel-bytes.json", counted),
     "kernel-ring": ("ring.json", ring),
     "kernel-ring-bytes": ("ring.json", ring_bytes),
+    "kernel-ring-steps": ("ring.json", ring_steps),
     "kernel-drift": ("ring.json", drift),
     "kernel-codecs": ("codecs.json", codecs),
     "kernel-tokens": ("codecs.json", tokens),
@@ -276,6 +290,33 @@ BEFORE = {
     "kernel-bytes": "Bytes of memory that one launch moved, counted by the profiler, beside the model's:",
 }
 """Sentences in front of tables that a run may lack."""
+
+
+def shares_block() -> str:
+    """The table of shares with both its sources; "" where a file is missing."""
+    files = [next(recorded(name), None) for name in ("update.json", "overlapped.json")]
+    found = [entry for entry in files if entry is not None]
+    if len(found) < 2:
+        return ""
+    lines = [source_line(path, document) for path, document in found]
+    return "\n\n".join([shares(*(document["result"] for _, document in found)), *lines])
+
+
+def compiled_block() -> str:
+    """The compiled variants of the Triton release that the times come from, or of the newest recorded one."""
+    records = json.loads(COMPILED.read_text())
+    _, document = next(recorded("update.json"), (None, {}))
+    ran = ".".join(document.get("provenance", {}).get("triton", "").split(".")[:2])
+    version = ran if ran in records else max(records)
+    source = f"Source: [{COMPILED.name}](../{COMPILED.relative_to(ROOT)}), Triton {version}, sm_90."
+    return f"{compiled(records[version])}\n\n{source}"
+
+
+def fastest_block() -> str:
+    """The README's table of the fastest FP32 kernels."""
+    _, document = next(recorded("update.json"), (None, {"result": {}}))
+    return fastest_fp32(document["result"], README_LAYERS, README_BATCHES)
+
 
 OLDER = "Not in the recorded run, which is older than this table."
 
@@ -292,4 +333,9 @@ def blocks() -> dict[str, Callable[[], str]]:
 
         return write
 
-    return {name: block(name, *entry) for name, entry in TABLES.items()}
+    return {
+        **{name: block(name, *entry) for name, entry in TABLES.items()},
+        "kernel-shares": shares_block,
+        "kernel-compiled": compiled_block,
+        "update-fastest": fastest_block,
+    }

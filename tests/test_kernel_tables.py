@@ -7,6 +7,7 @@ from pathlib import Path
 import kernel_tables
 import pytest
 import recordings
+import update_tables
 
 from hybridstate.bench.update import UpdateDims, run_update
 from hybridstate.figures.update import update_figure
@@ -59,14 +60,100 @@ def test_rivals_name_both_packed_formats_and_overlapped_launches_their_ratio() -
     layer = UpdateDims("small", "gdn", 1, 2, 16, 32, k_hi=8)
     found = run_update(dims=(layer,), batches=(1,), requantise_every=(8,), samples=1)
     result = json.loads(json.dumps(found.to_json()))
-    lines = kernel_tables.rivals(result).splitlines()
+    lines = update_tables.rivals(result).splitlines()
     assert [line.split(" | ")[2] for line in lines[2:]] == [
         "DAMP", "DAMP with a value scale", "DAMP, L = 8",
     ]  # fmt: skip
-    text = kernel_tables.overlapped(result)
+    text = update_tables.overlapped(result)
     assert text.splitlines()[-1].startswith("| small | 1 | ")
     row = {"kernel": "k", "batch": 256, "counted_bytes": 103e6, "model_bytes": 100e6}
     assert "| k | 256 | 103.0 | 100.0 | +3.0 % |" in kernel_tables.counted({"rows": [row]})
+
+
+def _step(name: str, batch: int, us: float, gb_per_s: float) -> dict[str, object]:
+    return {
+        "dims": {"name": name, "value_heads": 12},
+        "batch": batch,
+        "state": "damp",
+        "step_s": {"median": us * 1e-6},
+        "pass_s": {"median": 20e-6},
+        "gb_per_s": gb_per_s,
+        "pass_gb_per_s": 4000.0,
+    }
+
+
+def test_shares_of_the_pass_are_by_bytes_and_by_time_and_bold_below_the_wanted() -> None:
+    rows = [_step("k3", 64, 9.0, 2000.0), _step("k3", 128, 25.0, 3000.0)]
+    plain = {"rows": [*rows, _step("k3", 512, 80.0, 3600.0)]}
+    text = update_tables.shares(plain, {"rows": [_step("k3", 128, 22.0, 3200.0)]}).splitlines()
+    assert text[2:] == [
+        "| k3 | 128 | 1,536 | 25.0 | 20.0 | **75.0 %** | 80.0 % | 22.0 | 20.0 | 80.0 % | 90.9 % |",
+        "| k3 | 512 | 6,144 | 80.0 | 20.0 | 90.0 % | 25.0 % |  |  |  |  |",
+    ]
+    # 9 µs at half the pass's bytes a second: half of it is more than the bytes take
+    assert update_tables.over_pass(plain).splitlines()[-1] == "| k3 | 4.5 | 6.2 | 8.0 |"
+
+
+def test_the_fastest_fp32_kernel_is_named_where_it_is_a_peers() -> None:
+    def entry(batch: int, **seconds: float) -> dict[str, object]:
+        places = {"ours": "fp32, in place", "peer": "fp32, out of place"}
+        return {
+            "dims": "layer",
+            "batch": batch,
+            "state": "damp",
+            "fastest": {
+                places[who]: {
+                    "who": f"{who} 1.0: kernel",
+                    "seconds": x,
+                    "over_damp": x / 2,
+                }
+                for who, x in seconds.items()
+            },
+        }
+
+    result = {"fastest": [entry(1, ours=2.0, peer=1.0), entry(8, ours=3.0, peer=4.0)]}
+    text = update_tables.fastest_fp32(result)
+    assert "| layer | 0.50x, peer | 1.50x |" in text
+    assert "peer" not in update_tables.fastest_fp32(result, batches=(8,))
+    assert update_tables.fastest_fp32(result, layers=()) == ""
+
+
+def test_peers_are_named_with_version_place_and_failures() -> None:
+    base = {"peer": "other 1.2", "kernel": "step", "state": "fp32", "in_place": False}
+    rows = [
+        base | {"dims": "one", "batch": 1, "step_s": {}},
+        base | {"dims": "two", "batch": 1, "failed": "TypeError"},
+    ]
+    text = update_tables.peers({"peers": rows})
+    assert "| other 1.2 | step | fp32 | out of place | one; two | 1 | 1 |" in text
+    assert update_tables.peers({"peers": []}) == ""
+
+
+def test_ring_steps_are_told_apart_by_what_they_do() -> None:
+    base = {"what": "step", "kind": "gdn", "batch": 256, "every": 4}
+    rows = [
+        base | {"name": "mixed phases", "us_mean": [70.0], "us_steps": [70.0] * 4},
+        base | {"name": "aligned, one kernel", "us_mean": [64.0], "us_steps": [50.0, 51.0, 52.0, 110.0]},
+        base | {"batch": 8, "name": "aligned", "us_mean": [9.0], "us_steps": [9.0] * 4},
+    ]  # fmt: skip
+    lines = kernel_tables.ring_steps({"rows": rows}).splitlines()
+    assert lines[2:] == ["| gdn | 4 | one | 50.0 | 52.0 | 110.0 | 64.0 | +6.0 |"]
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "warps", "programs"),
+    [(125, 21760, 1, 10), (150, 22272, 1, 10), (189, 512, 1, 8), (72, 256, 1, 28), (56, 15872, 8, 4)],
+)  # fmt: skip
+def test_programs_on_a_multiprocessor(
+    registers: int, shared: int, warps: int, programs: int
+) -> None:
+    assert kernel_tables.programs_that_fit(registers, shared, warps) == programs
+
+
+def test_compiled_variants_say_how_many_programs_fit() -> None:
+    found = {"registers": 56, "local": 0, "shared": 15872, "instructions": 776}
+    text = kernel_tables.compiled({"gluon gdn split 32 x 8": found})
+    assert "| gluon gdn split 32 x 8 | 56 | 0 | 15,872 | 776 | 4 |" in text
 
 
 def test_the_picture_of_updates_keeps_its_numbers(tmp_path: Path) -> None:
