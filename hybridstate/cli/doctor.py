@@ -67,8 +67,16 @@ def _device() -> dict[str, Any]:
     }
 
 
-KERNEL_DIMS = ((128, 128), (64, 64), (96, 192), (256, 256), (256, 512))
-"""Key and value channels per head that released models have; the first is the paper's."""
+KERNEL_DIMS = (
+    (128, 128),
+    (64, 64),
+    (96, 192),
+    (128, 96),
+    (192, 128),
+    (256, 256),
+    (256, 512),
+)
+"""Key and value channels per head of released models and others that the kernels take; the first is the paper's."""
 
 
 def _kernels(device: str) -> dict[str, Any]:
@@ -173,7 +181,7 @@ def _show(
                 )
                 for d in device["kernel_dims"]
             ],
-            note=f"chosen here for 128 x 128: {device['kernels_reason']}",
+            note=_kernel_note(device["kernels"], device["kernels_reason"]),
         )
         output.table(
             "prefill of 128 x 128 states",
@@ -185,6 +193,14 @@ def _show(
         ("name", "family", "bytes"),
         [(m["name"], m["family"] or "not installed", m["bytes"]) for m in models],
     )
+
+
+def _kernel_note(chosen: str, reason: str) -> str:
+    """What runs here at 128 x 128, and that it does so instead of the kernel that would fit."""
+    if chosen == "reference":
+        return f"the table is of a GPU that takes both; here no kernel runs, at any size ({reason})"
+    found = f"chosen here for 128 x 128: {reason}"
+    return found if chosen == "gluon" else f"{found}; {chosen} runs instead of the matrix kernel"
 
 
 def _text(value: object) -> str:

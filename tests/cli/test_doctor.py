@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from hybridstate.cli import doctor
 from hybridstate.cli.main import app
 
 TOKEN = "hf_" + "z" * 30
@@ -43,3 +44,14 @@ def test_doctor_says_which_kernel_fits_each_size_and_why() -> None:
     text = CliRunner().invoke(app, ["doctor"]).stdout
     assert "prefill of 128 x 128 states" in text
     assert "256 x 512 is outside 64 to 256" in text
+    assert dims[192, 128]["matrix_kernel"]
+    assert dims[128, 96]["matrix_kernel"]
+    if device["kernels"] == "reference":
+        assert "here no kernel runs, at any size (reference: no kernel runs on cpu)" in text
+
+
+def test_doctor_names_what_runs_instead_of_the_matrix_kernel() -> None:
+    note = doctor._kernel_note
+    assert note("gluon", "tests passed") == "chosen here for 128 x 128: tests passed"
+    assert note("triton", "no Gluon").endswith("triton runs instead of the matrix kernel")
+    assert note("reference", "reference: no Triton").startswith("the table is of a GPU that takes")
