@@ -3,11 +3,14 @@
 Weights, decays and calibrations behind them are synthetic; every table says so.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from calibration_tables import paper
+from recordings import recorded
 from tables import Result, markdown, milliseconds, percent, times
+
+from hybridstate.figures.decode import UNIFORM_ROUTING, uniform_routing
 
 STAGES = {
     "load": "weights made on the GPU",
@@ -23,6 +26,8 @@ STAGES = {
     "other": "everything else",
 }
 """Stages of a run in the order they happen; their seconds add up to the wall time."""
+UPDATED = {"Qwen3.6-35B-A3B": "qwen3-next", "Kimi-Linear-48B-A3B": "kimi-linear"}
+"""Names under which `bench update` has the layers of these models."""
 PUBLISHED = {"qwen3_5_moe": "qwen36", "kimi_linear": "kimi_linear"}
 
 
@@ -90,6 +95,7 @@ def decode(result: Result) -> str:
     """Decode steps on synthetic weights: time by batch and format, where it goes, and what the packed state saves."""
     base = {r["batch"]: r["tpot_s"]["median"] for r in result["rows"] if r["state"] == "fp32"}
     order = sorted(result["rows"], key=lambda row: (row["batch"], row["state"] != "fp32"))
+    counted = any(row.get("experts_used") for row in order)
     rows = [
         [
             _step(row),
@@ -98,12 +104,14 @@ def decode(result: Result) -> str:
             times(base[row["batch"]] / row["tpot_s"]["median"]) if row["batch"] in base else "",
             milliseconds(row["bytes_s"]),
             percent(row["state_share_of_bytes"]),
+            *([_experts(row.get("experts_used"))] if counted else []),
         ]
         for row in order
     ]
     head = ["batch, state", "ran on", "TPOT", "FP32 over this", "its bytes alone", "state's share"]
+    head += ["experts used a layer"] if counted else []
     parts = [markdown(head, rows)]
-    timed = [row for row in order if row["components"] and row["state"] in ("fp32", "damp")]
+    timed = [row for row in order if row["components"] and row["state"] not in ("bf16", "fp16")]
     if timed:
         names = list(timed[0]["components"])
         rows = [
@@ -118,23 +126,104 @@ def decode(result: Result) -> str:
                 milliseconds(saving["saved_s"]),
                 milliseconds(saving["isolated_saving_s"]),
                 percent(saving["share_of_isolated"], 0),
-                percent(saving["tpot_cut"]),
                 percent(saving["cut_by_bytes"]),
+                percent(saving["tpot_cut"]),
                 percent(saving["paper_tpot_cut"]),
+                *(percent(_update_share(order, saving["batch"], n)) for n in ("fp32", "damp")),
             ]
             for saving in sorted(result["savings"], key=lambda saving: saving["batch"])
         ]
-        head = ["batch", "saved by DAMP", "by the updates alone", "of them arrives", "cut of TPOT"]
-        parts.append(markdown([*head, "bytes allow", "cut in the paper"], rows))
+        head = ["batch", "saved by DAMP", "by the updates alone", "of them arrives", "cut of bytes"]
+        head += [
+            "cut of TPOT",
+            "cut in the paper",
+            "update's share of an FP32 step",
+            "of a DAMP step",
+        ]
+        parts.append(markdown(head, rows))
+    return "\n\n".join([*parts, *filter(None, (_decode_note(result), _slower_kernels(result)))])
+
+
+def _decode_note(result: Result) -> str:
+    """What the columns mean, and how far the bytes can be trusted."""
     note = (
-        "Weights are synthetic, so times count and answers do not. *Its bytes alone*: what a step has to move, at the "
-        "bandwidth of an in-place pass; *state's share*: of those bytes. Components come from one profiled step."
+        "Weights are synthetic, so times count and answers do not. *Its bytes alone*: what a step moves, at the "
+        "bandwidth of an in-place pass"
+    )
+    if uniform_routing(result["rows"]):
+        note += (
+            f" ({UNIFORM_ROUTING}, so a step can take less time, and *cut of bytes*, a share of too many, is too "
+            "small a cut)"
+        )
+    elif any(row.get("experts_used") for row in result["rows"]):
+        note += " (experts that the timed steps used, counted at each)"
+    note += (
+        "; *state's share*: of those bytes. Components come from one profiled step"
+        f"{_same_token(result)}; *between kernels* is what they lack of the median step, and *update's share* the time "
+        "of the recurrent update in it."
     )
     if any(saving["paper_tpot_cut"] for saving in result["savings"]):
         note += " The paper measured the trained model at batch 256 on another server."
     if result.get("stopped"):
-        note += " The run stopped at its deadline; the rows measured until then are shown."
-    return "\n\n".join([*parts, note])
+        note += " The run stopped at its deadline; what was measured until then is shown."
+    return note
+
+
+def _same_token(result: Result) -> str:
+    """Of older runs: what the profiled step was given, unlike the timed ones."""
+    if all("experts_used_profiled" in row for row in result["rows"]):
+        return ""
+    return (
+        " (one token for all sequences, whose experts may be others than those of the timed steps)"
+    )
+
+
+def _update_share(rows: Sequence[Result], batch: int, state: str) -> float | None:
+    """Share of the median step that the recurrent update takes; None where the step was not taken apart."""
+    for row in rows:
+        update = (row["components"] or {}).get("recurrent update")
+        if (row["batch"], row["state"]) == (batch, state) and update:
+            return float(update["s"] / row["tpot_s"]["median"])
+    return None
+
+
+def _experts(used: Result | None) -> str:
+    return f"{used['per_layer_mean']:.1f} of {used['of'] / used['layers']:.0f}" if used else ""
+
+
+def _slower_kernels(result: Result) -> str:
+    """Of a run whose 16-bit states lay in tiles: what the matrix order, which the engine has since, takes; or ""."""
+    old = {
+        row["state"]: row
+        for row in sorted(result["rows"], key=lambda row: row["batch"])
+        if row["state"] in ("bf16", "fp16") and row.get("layout_id", "").startswith("tiles")
+    }
+    if not old:
+        return ""
+    named = " and ".join(state.upper() for state in old)
+    text = (
+        f"{named} states lay in tiles in this run; since then the engine keeps them in the order of matrix "
+        "instructions (commit 058b877), so their steps here are those of slower kernels"
+    )
+    name = next((UPDATED[key] for key in UPDATED if result["model"].startswith(key)), None)
+    batch = max(row["batch"] for row in old.values())
+    now = {
+        row["state"]: row["step_s"]["median"]
+        for _, document in recorded("update.json")
+        for row in document["result"]["rows"]
+        if (row["dims"]["name"], row["batch"], row["gate"]) == (name, batch, "fused")
+    }
+    if set(old) <= set(now):
+        before = [row["isolated_update"]["per_layer_s"]["median"] for row in old.values()]
+        text += (
+            f": one layer's update at batch {batch} took {_micro(before)} µs here and takes "
+            f"{_micro([now[state] for state in old])} µs in [update.json](../benchmarks/update.json)"
+        )
+    return f"{text}."
+
+
+def _micro(seconds: Sequence[float]) -> str:
+    return " and ".join(f"{1e6 * s:.0f}" for s in seconds)
 
 
 def _step(row: Result) -> str:

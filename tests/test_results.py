@@ -13,7 +13,9 @@ import scale_tables
 import tables
 import validation_findings
 
-from hybridstate.figures import precision_figure, restore_figure
+from hybridstate.bench.components import COMPONENTS
+from hybridstate.figures import decode_figures, precision_figure, restore_figure
+from hybridstate.figures.decode import UNIFORM_ROUTING
 
 
 def arm(name: str, policy: str, w_max: int | None, accuracy: float, kl: float) -> dict[str, Any]:
@@ -203,25 +205,113 @@ def test_full_size_table_adds_up_and_says_synthetic() -> None:
     assert all("synthetic" in head for head in table[0][1:])
 
 
-def test_full_size_decode_says_what_arrives_of_the_saving() -> None:
-    row = {"backend": "gluon", "mode": "graph", "bytes_s": 0.011, "state_share_of_bytes": 0.25}
-    part = {"s": 0.002, "launches": 7}
+FULL_SIZE_STEP = {
+    "backend": "gluon",
+    "mode": "graph",
+    "bytes_s": 0.011,
+    "state_share_of_bytes": 0.25,
+    "batch": 256,
+}
+FULL_SIZE_SAVING = {
+    "batch": 256,
+    "saved_s": 0.003,
+    "isolated_saving_s": 0.004,
+    "share_of_isolated": 0.75,
+    "tpot_cut": 1 / 6,
+    "cut_by_bytes": 0.2,
+    "paper_tpot_cut": 0.19,
+}
+
+
+def full_size(**changes: Any) -> dict[str, Any]:
+    """FP32 and packed steps of 18 and 15 ms; the first spends 2 ms in experts and 4.5 in updates."""
+    parts = {name: {"s": 0.0, "launches": 0} for name in COMPONENTS}
+    parts |= {"experts": {"s": 0.002, "launches": 7}}
+    parts |= {"recurrent update": {"s": 0.0045, "launches": 3}}
     rows = [
-        row | {"batch": 256, "state": state, "tpot_s": {"median": t}, "components": components}
-        for state, t, components in (("damp", 0.015, None), ("fp32", 0.018, {"experts": part}))
+        FULL_SIZE_STEP | {"state": state, "tpot_s": {"median": t}, "components": found} | changes
+        for state, t, found in (("damp", 0.015, None), ("fp32", 0.018, parts))
     ]
-    saving = {"batch": 256, "saved_s": 0.003, "isolated_saving_s": 0.004, "share_of_isolated": 0.75}
-    saving |= {"tpot_cut": 1 / 6, "cut_by_bytes": 0.2, "paper_tpot_cut": 0.19}
-    text = scale_tables.decode({"rows": rows, "savings": [saving], "stopped": "deadline"})
+    return {"model": "m", "rows": rows, "savings": [FULL_SIZE_SAVING]}
+
+
+def test_full_size_decode_says_what_arrives_of_the_saving() -> None:
+    text = scale_tables.decode(full_size() | {"stopped": "deadline"})
     times, parts, saved, note = text.split("\n\n")
     assert cells(times)[2:] == [
         ["batch 256, fp32", "gluon, graph", "18 ms", "1.00x", "11 ms", "25.0 %"],
         ["batch 256, damp", "gluon, graph", "15 ms", "1.20x", "11 ms", "25.0 %"],
     ]
-    assert cells(parts)[2:] == [["batch 256, fp32", "2.00"]]
-    assert cells(saved)[2] == ["256", "3 ms", "4 ms", "75 %", "16.7 %", "20.0 %", "19.0 %"]
+    (shown,) = cells(parts)[2:]
+    taken = dict(zip(cells(parts)[0], shown, strict=True))
+    assert shown[0] == "batch 256, fp32"
+    assert (taken["experts"], taken["recurrent update"], taken["attention"]) == (
+        "2.00",
+        "4.50",
+        "0.00",
+    )
+    found = dict(zip(cells(saved)[0], cells(saved)[2], strict=True))
+    assert found == {
+        "batch": "256",
+        "saved by DAMP": "3 ms",
+        "by the updates alone": "4 ms",
+        "of them arrives": "75 %",
+        "cut of bytes": "20.0 %",
+        "cut of TPOT": "16.7 %",
+        "cut in the paper": "19.0 %",
+        "update's share of an FP32 step": "25.0 %",
+        "of a DAMP step": "",
+    }
     assert "synthetic" in note
     assert "deadline" in note
+    assert "routing" not in note
+
+
+def test_full_size_bytes_say_whether_experts_were_counted(tmp_path: Path) -> None:
+    """Without a count they are those of uniform routing and no bound; the picture says so too."""
+    assumed = full_size(bytes={"experts": 10, "states": 10})
+    assert UNIFORM_ROUTING in scale_tables.decode(assumed)
+    assert "one token for all sequences" in scale_tables.decode(assumed)
+    used = {"per_layer_mean": 180.25, "total": 721, "layers": 4, "of": 1024, "steps": 64}
+    counted = full_size(
+        bytes={"experts": 10, "states": 10}, experts_used=used, experts_used_profiled=used
+    )
+    text = scale_tables.decode(counted)
+    assert UNIFORM_ROUTING not in text
+    assert "one token for all sequences" not in text
+    assert cells(text.split("\n\n")[0])[2][-1] == "180.2 of 256"
+    for result, note in ((assumed, UNIFORM_ROUTING), (counted, "")):
+        speedups = [{"state": "damp", "batch": 256, "fp32_over_this": 1.2}]
+        drawn = result | {
+            "speedups": speedups,
+            "device": {"name": "a GPU"},
+            "protocol": {"input_tokens": 256, "output_tokens": 64},
+        }
+        assert decode_figures(drawn, tmp_path) == ("tpot", "components")
+        lines = list(csv.reader((tmp_path / "tpot.csv").read_text().splitlines()))
+        assert ["damp by bytes", "256", "20", note] in lines
+
+
+def test_sixteen_bit_steps_of_older_kernels_are_named() -> None:
+    for path, document in recordings.recorded("decode-*-synthetic.json"):
+        result = document["result"]
+        old = [row for row in result["rows"] if row.get("layout_id", "").startswith("tiles")]
+        text = scale_tables.decode(result)
+        assert ("slower kernels" in text) == any(row["state"] == "bf16" for row in old), path.name
+    row = {"state": "bf16", "layout_id": "tiles8-k128-v128-bfloat16", "batch": 256}
+    row["isolated_update"] = {"per_layer_s": {"median": 183.1e-6}}
+    result = {"model": "Kimi-Linear-48B-A3B (synthetic weights)", "rows": [row]}
+    text = scale_tables._slower_kernels(result)
+    now = next(
+        found["step_s"]["median"]
+        for _, document in recordings.recorded("update.json")
+        for found in document["result"]["rows"]
+        if (found["dims"]["name"], found["batch"], found["state"]) == ("kimi-linear", 256, "bf16")
+        and found["gate"] == "fused"
+    )
+    assert f"took 183 µs here and takes {1e6 * now:.0f} µs" in text
+    row["layout_id"] = "mma16816-columns128-k128-v128-bfloat16"
+    assert scale_tables._slower_kernels(result) == ""
 
 
 def test_recordings_of_one_model_are_one_run_where_they_belong_together(

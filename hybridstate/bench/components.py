@@ -4,13 +4,18 @@ One replay of the captured step is profiled, with a ring as many as an interval 
 belongs to one component by its name, and what lies between kernels is a component too, so that they sum to the step.
 Two names need their place: the output layer is the last matrix product of the step, and a gated product belongs to the
 experts only where a mixture's pairs are ordered behind it; that of a dense feed-forward block is another kernel.
+
+Which experts a step reads is counted where the routers' choice reaches them: a batch whose routers favour some experts
+reads fewer than uniform routing would.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from hybridstate.bench.timing import kernel_times
 from hybridstate.runtime.engine import DecodeEngine, DecodeRun
@@ -114,25 +119,140 @@ def profiled(run: DecodeRun, step: float) -> dict[str, Any] | None:
     return {"components": parts, "longest": longest(replays[0])}
 
 
-def step_bytes(
-    loaded: LoadedModel, engine: DecodeEngine, batch: int, keys_and_values: int
-) -> dict[str, int]:
-    """Bytes a step cannot avoid: weights once, states read and written, keys and values read.
+class ExpertCount:
+    """Distinct experts that the steps of a model use, by mixture of experts.
 
-    Of an embedding only the batch's rows count, of experts those that uniform routing is expected to use.
+    Watch a step that runs, or the capture of one: its replays write their choices to the same places, so that `add`
+    counts each of them without another launch inside the step.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._modules = [
+            module
+            for module in model.modules()
+            if type(module).__name__.endswith("Experts")
+            and isinstance(getattr(module, "gate_up_proj", None), Tensor)
+        ]
+        self._chosen: list[Tensor | None] = [None] * len(self._modules)
+        self._total: Tensor | None = None
+        self._steps = 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Keep the last choice `[T, k]` of every mixture that runs meanwhile, in few launches or in its own code."""
+        from hybridstate.kernels import experts
+
+        places = {id(module.gate_up_proj): n for n, module in enumerate(self._modules)}
+        names = ("experts_step", "experts_reference")
+        originals = {name: getattr(experts, name) for name in names}
+
+        def through(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            def run(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, *rest: Any) -> Tensor:
+                if id(gate_up) in places:
+                    self._chosen[places[id(gate_up)]] = chosen
+                return original(x, gate_up, down, chosen, *rest)
+
+            return run
+
+        def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            chosen = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+            self._chosen[places[id(module.gate_up_proj)]] = chosen
+
+        handles = [
+            module.register_forward_pre_hook(before, with_kwargs=True) for module in self._modules
+        ]
+        for name in names:
+            setattr(experts, name, through(originals[name]))
+        try:
+            yield
+        finally:
+            for name in names:
+                setattr(experts, name, originals[name])
+            for handle in handles:
+                handle.remove()
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """Count the step that has just run."""
+        used = []
+        for module, chosen in zip(self._modules, self._chosen, strict=True):
+            if chosen is None:
+                return
+            count = len(module.gate_up_proj)
+            taken = torch.zeros(count + 1, dtype=torch.int64, device=chosen.device)
+            # past the last expert lie those of other ranks
+            taken[chosen.reshape(-1).long().clamp(max=count)] = 1
+            used.append(taken[:count].sum())
+        if used:
+            total = torch.stack(used)
+            self._total = total if self._total is None else self._total + total
+            self._steps += 1
+
+    @property
+    def per_layer(self) -> list[float] | None:
+        """Distinct experts of each mixture, the mean over the counted steps; None where nothing was counted."""
+        if self._total is None:
+            return None
+        return [count / self._steps for count in self._total.tolist()]
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes of their weights in all mixtures; None where not every mixture was counted."""
+        used = self.per_layer
+        if used is None:
+            return None
+        sizes = [
+            sum(p.numel() * p.element_size() for p in module.parameters())
+            / len(module.gate_up_proj)
+            for module in self._modules
+        ]
+        return int(sum(n * size for n, size in zip(used, sizes, strict=True)) + 0.5)
+
+    def to_json(self) -> dict[str, Any] | None:
+        """Mean of a layer and total of all per step, of how many there are, over how many steps."""
+        used = self.per_layer
+        if used is None:
+            return None
+        return {
+            "per_layer_mean": sum(used) / len(used),
+            "total": sum(used),
+            "per_layer": used,
+            "layers": len(used),
+            "of": sum(len(module.gate_up_proj) for module in self._modules),
+            "steps": self._steps,
+        }
+
+
+def step_bytes(
+    loaded: LoadedModel,
+    engine: DecodeEngine,
+    batch: int,
+    keys_and_values: int,
+    experts: int | None = None,
+) -> dict[str, int]:
+    """Bytes a step moves: weights once, states read and written, keys and values read.
+
+    Of an embedding only the batch's rows count, of experts those that were counted.
+
+    Args:
+        loaded, engine: the model and its pool.
+        batch: sequences.
+        keys_and_values: bytes read of them.
+        experts: bytes of the experts that steps used (`ExpertCount.nbytes`); None: of those that uniform routing is
+            expected to use, which is no bound: routers that favour some experts read less.
     """
     config = loaded.model.config.get_text_config(decoder=True)
     top = getattr(config, "num_experts_per_tok", getattr(config, "num_experts_per_token", 0)) or 0
     embedding = loaded.model.get_input_embeddings().weight
     tied = embedding is getattr(loaded.model.get_output_embeddings(), "weight", None)
-    found = {"experts": 0, "other weights": 0, "keys and values": keys_and_values}
+    found = {"experts": experts or 0, "other weights": 0, "keys and values": keys_and_values}
     for name, parameter in loaded.model.named_parameters():
         size = parameter.numel() * parameter.element_size()
         if parameter is embedding and not tied:
             found["other weights"] += size * batch // len(parameter)
         elif ".experts." in name and top:
             used = 1 - (1 - top / parameter.shape[0]) ** batch
-            found["experts"] += int(used * size)
+            found["experts"] += int(used * size) if experts is None else 0
         else:
             found["other weights"] += size
     found["states"] = batch * engine.pool.step_bytes
@@ -145,5 +265,5 @@ def memory_bandwidth(device: torch.device) -> float:
     from hybridstate.bench.timing import measure_launches
 
     memory = torch.ones(1 << 29, device=device)
-    samples = measure_launches([lambda: memory.add_(1.0)], device=device, repeat=10)
+    samples = measure_launches([lambda: memory.add_(1.0)], device=device, repeat=100)
     return 2 * memory.numel() * 4 / min(samples.seconds)

@@ -288,11 +288,16 @@ def _timed(
     return row
 
 
-def step_samples(run: DecodeRun, token: torch.Tensor, options: Options) -> Samples:
+def step_samples(
+    run: DecodeRun,
+    token: torch.Tensor,
+    options: Options,
+    after: Callable[[], None] | None = None,
+) -> Samples:
     """Wall time of a step, greedy tokens, the device synchronised around each: of every timed step, or with a ring of L
     updates the mean of every L.
 
-    After each step, outside the clock, only the pool may hold states.
+    After each step, outside the clock, only the pool may hold states; `after` is called after every timed one.
     """
     settle = synchroniser(run.engine.loaded.device)
     seconds = []
@@ -303,6 +308,8 @@ def step_samples(run: DecodeRun, token: torch.Tensor, options: Options) -> Sampl
         settle()
         if number >= options.warmup:
             seconds.append(time.perf_counter() - start)
+            if after is not None:
+                after()
         run.check_bytes()
     every = run.engine.pool.every
     starts = range(0, len(seconds) - every + 1, every)

@@ -3,17 +3,19 @@
 Before a run is timed its modules are checked against the plain model at its own batch size (`layer_check`), and the
 captured step against the eager one. Steps are taken apart after all were timed: a profiler that has run once stays
 attached to the driver and slows every later replay (by 1 ms of 23 on an H200). Beside the time stand the bytes that the
-step cannot avoid, at the bandwidth of an in-place pass on the same device, and the update alone on the run's own pool.
+step moves, of experts those that the timed steps used, at the bandwidth of an in-place pass on the same device, and the
+update alone on the run's own pool.
 """
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final
 
 import torch
 
-from hybridstate.bench.components import memory_bandwidth, profiled, step_bytes
+from hybridstate.bench.components import ExpertCount, memory_bandwidth, profiled, step_bytes
 from hybridstate.bench.decode import (
     PREFILL_ROWS,
     Decoded,
@@ -44,6 +46,8 @@ LEAST_SHARE: Final = 0.9
 
 Report = Callable[[dict[str, Any]], None]
 Failed = Callable[[str, int, Exception], None]
+GoOn = Callable[[str], bool]
+"""Whether there is time left for another `decoding` or `components`."""
 
 
 def run_dummy_decode(
@@ -54,12 +58,16 @@ def run_dummy_decode(
     progress: Progress | None = None,
     report: Report | None = None,
     failed: Failed | None = None,
+    go_on: GoOn | None = None,
 ) -> Decoded:
     """Check and time every format at every batch size, the largest batch first.
+
+    Then the steps are taken apart: FP32 and the packed state first, then its rings, then the other formats.
 
     Args:
         report: called with every row as it is measured.
         failed: called with format, batch and error where a row cannot be measured, which then is left out; None raises.
+        go_on: asked before every row and every step that is taken apart; after a no the result has what was measured.
 
     Raises:
         UsageError: the weights are not synthetic.
@@ -87,7 +95,20 @@ def run_dummy_decode(
     measured: list[dict[str, Any]] = []
     timed: list[tuple[Format, dict[str, Any]]] = []
     engine: DecodeEngine | None = None
+    left_out: list[str] = []
     done = 0
+
+    def time_left(stage: str) -> bool:
+        if go_on is None or go_on(stage):
+            return True
+        left_out.append(stage)
+        return False
+
+    def planned() -> Iterator[tuple[int, Prefix, Format]]:
+        for batch in batches:
+            prefix = whole if batch == whole.batch else whole.rows(range(batch))
+            for form in formats:
+                yield batch, prefix, form
 
     def make(form: Format, slots: int) -> DecodeEngine:
         return DecodeEngine(
@@ -99,37 +120,42 @@ def run_dummy_decode(
             modules=modules,
         )
 
-    for batch in batches:
-        prefix = whole if batch == whole.batch else whole.rows(range(batch))
-        for form in formats:
-            state, every = form
-            shown = forced[:, : checked[every]]
-            try:
-                if form not in traces:
-                    engine = make(form, 1)
-                    first = whole.rows(range(CHECK_ROWS))
-                    traces[form] = plain_trace(engine, first, shown[:CHECK_ROWS])
-                    del first
-                engine = make(form, batch)
-                row = _row(engine, prefix, shown[:batch], traces[form], options, bandwidth)
-            except (NumericError, RuntimeError) as error:
-                if failed is None:
-                    raise
-                failed(state, batch, error)
-                continue
-            finally:
-                engine = None
-                gc.collect()
-                if loaded.device.type == "cuda":
-                    torch.cuda.empty_cache()
-            measured.append(row)
-            timed.append((form, row))
-            if report is not None:
-                report(row)
-            done += 1
-            step("decoding", done, len(batches) * len(formats))
+    for batch, prefix, form in planned():
+        if not time_left("decoding"):
+            break
+        state, every = form
+        shown = forced[:, : checked[every]]
+        try:
+            if form not in traces:
+                engine = make(form, 1)
+                first = whole.rows(range(CHECK_ROWS))
+                traces[form] = plain_trace(engine, first, shown[:CHECK_ROWS])
+                del first
+            engine = make(form, batch)
+            row = _row(engine, prefix, shown[:batch], traces[form], options, bandwidth)
+        except (NumericError, RuntimeError) as error:
+            if failed is None:
+                raise
+            failed(state, batch, error)
+            continue
+        finally:
+            engine = None
+            gc.collect()
+            if loaded.device.type == "cuda":
+                torch.cuda.empty_cache()
+        measured.append(row)
+        timed.append((form, row))
+        if report is not None:
+            report(row)
+        done += 1
+        step("decoding", done, len(batches) * len(formats))
+    timed.sort(key=lambda item: _urgency(item[0]))
     for done, (form, row) in enumerate(timed, 1):
-        _take_apart(make(form, row["batch"]), whole.rows(range(row["batch"])), row)
+        if not time_left("components"):
+            break
+        batch = row["batch"]
+        prefix = whole if batch == whole.batch else whole.rows(range(batch))
+        _take_apart(make(form, batch), prefix, forced[:batch, :CHECK_TOKENS], row, options)
         gc.collect()
         step("components", done, len(timed))
     return Decoded(
@@ -156,8 +182,15 @@ def run_dummy_decode(
             "rows": measured,
             "speedups": speedups(measured),
             "savings": savings(loaded, measured),
+            **({"stopped": "deadline", "left_out": left_out} if left_out else {}),
         }
     )
+
+
+def _urgency(form: Format) -> int:
+    """Steps of which formats are taken apart first."""
+    state, every = form
+    return 2 if state in ("bf16", "fp16") else int(every > 1)
 
 
 def _row(
@@ -175,8 +208,10 @@ def _row(
     check = check_blocks(run, plain, forced)
     last = forced[:, -1].to(loaded.device)
     because: str | None = "not asked for"
+    count = ExpertCount(loaded.model)
     if options.graph:
-        because = run.capture()
+        with count.watching():
+            because = run.capture()
     if run.graph is not None:
         check["graph_error"] = check_graph(run, last)
         if check["graph_error"] > GRAPH_ERROR:
@@ -186,10 +221,12 @@ def _row(
                 state=engine.label,
                 batch=batch,
             )
-    samples = step_samples(run, last, options)
+    with count.watching() if run.graph is None else nullcontext():
+        samples = step_samples(run, last, options, count.add)
     held = run.line_bytes
     length = prefix.length + forced.shape[1] + options.output_tokens // 2
-    moved = step_bytes(loaded, engine, batch, held * length // run.line_tokens)
+    lines = held * length // run.line_tokens
+    moved = step_bytes(loaded, engine, batch, lines, count.nbytes)
     row: dict[str, Any] = {
         "state": engine.label,
         "requantise_every": pool.every,
@@ -206,6 +243,7 @@ def _row(
         "ring_bytes_per_request": pool.ring_bytes,
         "state_bytes_moved_per_step": moved["states"],
         "whole_step_state_gb_per_s": moved["states"] / samples.median / 1e9,
+        "experts_used": count.to_json(),
         "bytes": moved,
         "bytes_s": None if bandwidth is None else sum(moved.values()) / bandwidth,
         "state_share_of_bytes": moved["states"] / sum(moved.values()),
@@ -213,18 +251,40 @@ def _row(
         "isolated_update": _isolated(engine, run),
         "device_bytes": torch.cuda.max_memory_allocated() if loaded.device.type == "cuda" else None,
         "components": None,
+        "experts_used_profiled": None,
         "longest": [],
     }
     run.close()
     return row
 
 
-def _take_apart(engine: DecodeEngine, prefix: Prefix, row: dict[str, Any]) -> None:
-    """Add the components of a timed row's step from a run of its own."""
+def _take_apart(
+    engine: DecodeEngine,
+    prefix: Prefix,
+    forced: torch.Tensor,
+    row: dict[str, Any],
+    options: Options,
+) -> None:
+    """Add the components of a timed row's step from a run of its own, behind the tokens that the timed steps followed.
+
+    `experts_used_profiled` says of which experts those components are.
+    """
     # replays are undone, but they write keys and values
-    run = engine.start(prefix, room=engine.pool.every + 1, fixed=True)
-    run.capture()
+    room = forced.shape[1] + options.warmup + engine.pool.every + 1
+    run = engine.start(prefix, room=room, fixed=True)
+    count = ExpertCount(engine.loaded.model)
+    with count.watching():
+        run.capture()
+    for column in forced[:, :-1].to(engine.loaded.device).T:
+        run.step(column)
+    token = forced[:, -1].to(engine.loaded.device)
+    for _ in range(options.warmup):
+        token = run.step(token).argmax(-1)
+    run.load(token)
     row.update(profiled(run, row["tpot_s"]["median"]) or {})
+    if run.graph is not None:
+        count.add()
+    row["experts_used_profiled"] = count.to_json()
     run.close()
 
 
@@ -283,7 +343,8 @@ def savings(loaded: LoadedModel, rows: Sequence[dict[str, Any]]) -> list[dict[st
         if row["state"] != "damp" or plain is None:
             continue
         before, after = plain["tpot_s"]["median"], row["tpot_s"]["median"]
-        saved_bytes = sum(plain["bytes"].values()) - sum(row["bytes"].values())
+        # greedy tokens of two formats choose other experts, which no format saves
+        saved_bytes = sum(n - row["bytes"][k] for k, n in plain["bytes"].items() if k != "experts")
         parts = plain["components"]
         alone = None
         if plain["isolated_update"] and row["isolated_update"]:

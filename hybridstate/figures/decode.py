@@ -1,12 +1,23 @@
 """Decode steps: the cut in time per token against the batch, and where a step's time goes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from textwrap import wrap
+from typing import Any, Final
 
 import numpy as np
 
 from hybridstate.figures.style import COLOURS, digits, new_figure, save_figure
+
+UNIFORM_ROUTING: Final = "experts under uniform routing; these synthetic routers may use fewer"
+"""What bytes are bytes of where the experts that a run used were not counted."""
+
+
+def uniform_routing(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the bytes of some rows of `bench decode --dummy` assume uniform routing: no bound of their time."""
+    return any(
+        row.get("experts_used") is None and row.get("bytes", {}).get("experts", 0) for row in rows
+    )
 
 
 def decode_figures(result: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
@@ -22,7 +33,7 @@ def decode_figures(result: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
 
 
 def tpot_figure(result: Mapping[str, Any], folder: Path) -> None:
-    """Cut of the median time per token against FP32, by batch size; with synthetic weights what the bytes allow too.
+    """Cut of the median time per token against FP32, by batch size; with synthetic weights that of the bytes too.
 
     Args:
         result: the document of `bench decode`.
@@ -42,8 +53,10 @@ def tpot_figure(result: Mapping[str, Any], folder: Path) -> None:
         rows += [(state, batch, digits(cut), "") for batch, cut in points]
     allowed = sorted((s["batch"], 100 * s["cut_by_bytes"]) for s in result.get("savings", ()))
     if allowed:
-        axes.plot(*zip(*allowed, strict=True), "k--", linewidth=1, label="damp, by bytes alone")
-        rows += [("damp by bytes", batch, digits(cut), "") for batch, cut in allowed]
+        note = UNIFORM_ROUTING if uniform_routing(result["rows"]) else ""
+        label = "damp, by bytes alone" + ":\n" * bool(note) + note.replace("; ", ";\n")
+        axes.plot(*zip(*allowed, strict=True), "k--", linewidth=1, label=label)
+        rows += [("damp by bytes", batch, digits(cut), note) for batch, cut in allowed]
     published = [
         (s["batch"], 100 * s["paper_tpot_cut"])
         for s in result.get("savings", ())
@@ -75,7 +88,8 @@ def components_figure(result: Mapping[str, Any], folder: Path) -> None:
         (row for row in result["rows"] if row["components"]),
         key=lambda row: (row["batch"], row["state"] != "fp32"),
     )
-    figure = new_figure(max(6.0, 2.4 + 0.34 * len(timed)), 3.6)
+    bar = 0.42 if any("-every-" in row["state"] for row in timed) else 0.34
+    figure = new_figure(max(6.0, 2.6 + bar * len(timed)), 3.6)
     axes = figure.subplots()
     places = np.arange(len(timed))
     below = np.zeros(len(timed))
@@ -89,10 +103,15 @@ def components_figure(result: Mapping[str, Any], folder: Path) -> None:
             (row["batch"], row["state"], name, digits(1e3 * row["components"][name]["s"]))
             for row in timed
         ]
-    floor = [np.nan if row["bytes_s"] is None else 1e3 * row["bytes_s"] for row in timed]
-    axes.plot(places, floor, "k_", markersize=14, label="bytes alone")
-    axes.set_xticks(places, [f"{row['state']}\n{row['batch']}" for row in timed], fontsize=7)
-    axes.set_xlabel("format, batch")
+    moved = [np.nan if row["bytes_s"] is None else 1e3 * row["bytes_s"] for row in timed]
+    label = "bytes alone"
+    if uniform_routing(timed):
+        label = "\n".join(wrap(f"{label}: {UNIFORM_ROUTING}", 31))
+    axes.plot(places, moved, "k_", markersize=14, label=label)
+    names = [row["state"].replace("-every-", "\nevery ") for row in timed]
+    ticks = [f"{row['batch']}\n{name}" for row, name in zip(timed, names, strict=True)]
+    axes.set_xticks(places, ticks, fontsize=7)
+    axes.set_xlabel("batch, format")
     axes.set_ylabel("ms a step")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)

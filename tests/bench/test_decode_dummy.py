@@ -7,12 +7,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import decode_at_scale
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from hybridstate.bench import components, decode_dummy
-from hybridstate.bench.components import component, placed, step_bytes, step_components
+from hybridstate.bench.components import (
+    ExpertCount,
+    component,
+    placed,
+    step_bytes,
+    step_components,
+)
 from hybridstate.bench.decode import Options
 from hybridstate.cli.main import app
 from hybridstate.errors import NumericError, UsageError
@@ -21,7 +28,7 @@ from hybridstate.runtime.engine import DecodeEngine
 from hybridstate.trajectories.dummy import dummy_model
 from hybridstate.trajectories.model import LoadedModel
 from hybridstate.trajectories.prompts import heldout_text
-from tests.runtime.test_step import MODELS
+from tests.runtime.test_step import MODELS, draw, prefix_of
 from tests.trajectories.test_graphs import small
 
 OPTIONS = Options(("fp32", "damp"), (1, 3), input_tokens=12, output_tokens=2, warmup=1)
@@ -56,6 +63,15 @@ def test_rows_are_checked_timed_and_labelled(loaded: LoadedModel) -> None:
         assert row["isolated_update"]["layers"] == len(loaded.spec.layers)
         assert row["components"] is None
         assert row["eager_because"] == "no GPU"
+        used = row["experts_used"]
+        assert used["steps"] == OPTIONS.output_tokens
+        assert used["total"] == pytest.approx(used["layers"] * used["per_layer_mean"])
+        assert 2 <= used["per_layer_mean"] <= min(8, 2 * row["batch"])
+        assert row["bytes"]["experts"] == pytest.approx(
+            used["total"] / used["of"] * expert_bytes(loaded), abs=1
+        )
+        assert row["experts_used_profiled"] is None
+    assert "stopped" not in result
     saving = result["savings"][0]
     assert saving["saved_s"] == pytest.approx(saving["fp32_tpot_s"] - saving["damp_tpot_s"])
     assert 0 < saving["cut_by_bytes"] < saving["state_share_of_bytes"] < 1
@@ -95,11 +111,118 @@ def test_bytes_of_a_step(loaded: LoadedModel) -> None:
     found = step_bytes(loaded, engine, 2, 1000)
     assert found["states"] == 2 * 2 * engine.pool.temporal_bytes
     assert found["keys and values"] == 1000
-    experts = sum(p.numel() * 4 for p in loaded.model.parameters() if p.dim() == 3 and len(p) == 8)
+    experts = expert_bytes(loaded)
     assert found["experts"] == pytest.approx(experts * (1 - (1 - 2 / 8) ** 2), rel=1e-6)
     embedding = loaded.model.get_input_embeddings().weight
     everything = sum(p.numel() * 4 for p in loaded.model.parameters())
     assert found["other weights"] == everything - experts - embedding.numel() * 4 + 2 * 4 * 64
+    counted = step_bytes(loaded, engine, 2, 1000, experts=12345)
+    assert counted == found | {"experts": 12345}
+
+
+def expert_bytes(loaded: LoadedModel) -> int:
+    return sum(p.numel() * 4 for p in loaded.model.parameters() if p.dim() == 3 and len(p) == 8)
+
+
+@pytest.mark.parametrize("own_code", [False, True], ids=["few-launches", "own-code"])
+@pytest.mark.parametrize("uneven", [False, True], ids=["random", "uneven"])
+def test_counted_experts_are_those_that_the_routers_chose(
+    loaded: LoadedModel, own_code: bool, uneven: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the count every mixture's router is asked on the inputs of the step."""
+    if own_code:
+        monkeypatch.setattr("hybridstate.runtime.step.expert_step", lambda *_: None)
+    mixtures = [module for module in loaded.model.modules() if hasattr(module, "experts")]
+    weight = mixtures[1].gate.weight
+    held = weight.detach().clone()
+    if uneven:
+        weight.data.zero_()  # equal logits: every token takes the same two
+    engine = DecodeEngine(loaded, state="fp32", slots=5)
+    # a trial does not take a router that decides nothing: that mixture keeps its own code
+    assert engine.modules.replaced["mixtures"] == (0 if own_code else len(mixtures) - uneven)
+    run = engine.start(prefix_of(loaded, 5, 9), room=3, fixed=True)
+    inputs: list[torch.Tensor] = []
+    handles = [
+        module.register_forward_pre_hook(lambda _, args: inputs.append(args[0].flatten(0, -2)))
+        for module in mixtures
+    ]
+    count = ExpertCount(loaded.model)
+    chosen = []
+    for column in draw(5, 3, seed=2).T:
+        inputs.clear()
+        with count.watching():
+            run.step(column)
+        count.add()
+        pairs = zip(mixtures, list(inputs), strict=True)
+        chosen.append([len(set(module.gate(x)[2].flatten().tolist())) for module, x in pairs])
+    for handle in handles:
+        handle.remove()
+    weight.data.copy_(held)
+    expected = torch.tensor(chosen, dtype=torch.float64).mean(0).tolist()
+    assert count.per_layer == pytest.approx(expected)
+    assert (expected[1] == 2) == uneven
+    assert len({tuple(step) for step in chosen}) > 1  # steps differ, none was counted twice
+    found = count.to_json()
+    assert found is not None
+    assert (found["layers"], found["of"]) == (len(mixtures), 8 * len(mixtures))
+    assert found["steps"] == 3
+    assert count.nbytes == pytest.approx(expert_bytes(loaded) * found["total"] / found["of"], abs=1)
+    uniform = step_bytes(loaded, engine, 5, 0)["experts"]
+    assert not uneven or count.nbytes < uniform
+
+
+def test_experts_of_other_ranks_and_unseen_mixtures_do_not_count(loaded: LoadedModel) -> None:
+    count = ExpertCount(loaded.model)
+    count.add()
+    assert count.to_json() is count.nbytes is None
+    count._chosen = [torch.tensor([[0, 3], [3, 8]])] * len(count._chosen)
+    count.add()
+    assert set(count.per_layer or ()) == {2.0}
+    none = ExpertCount(torch.nn.Linear(2, 2))
+    none.add()
+    assert none.to_json() is none.nbytes is None
+
+
+def test_a_run_that_ends_early_is_a_whole_result(loaded: LoadedModel) -> None:
+    for allowed, left_out in ((2, ["decoding", "components"]), (4, ["components"])):
+        asked: list[str] = []
+
+        def go_on(stage: str, asked: list[str] = asked, allowed: int = allowed) -> bool:
+            asked.append(stage)
+            return len(asked) <= allowed
+
+        result = decode_dummy.run_dummy_decode(
+            loaded, OPTIONS, heldout_text(), go_on=go_on
+        ).to_json()
+        assert len(result["rows"]) == allowed
+        assert result["stopped"] == "deadline"
+        assert result["left_out"] == left_out
+        assert {"speedups", "savings", "protocol", "device"} <= set(result)
+
+
+def test_fp32_and_packed_steps_are_taken_apart_first() -> None:
+    forms = [("bf16", 1), ("damp", 8), ("fp32", 1), ("fp16", 1), ("damp", 1)]
+    assert sorted(forms, key=decode_dummy._urgency) == [
+        ("fp32", 1), ("damp", 1), ("damp", 8), ("bf16", 1), ("fp16", 1)
+    ]  # fmt: skip
+
+
+def test_script_of_full_size_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, changes = MODELS["kda"]
+    folder, target = small(tmp_path / name, name, **changes), tmp_path / "out" / "decode.json"
+    options = "--device cpu --batch 2 --batch 1 --state fp32 --state damp --requantise-every 3"
+    options += " --input-tokens 12 --output-tokens 3"
+    for deadline, rows in ((600, 6), (0, 0)):
+        arguments = [*options.split(), "--deadline", str(deadline), "--json", str(target)]
+        monkeypatch.setattr("sys.argv", ["decode_at_scale.py", str(folder), *arguments])
+        assert decode_at_scale.main() == 0
+        document = json.loads(target.read_text())
+        assert document["arguments"][0] == str(folder)
+        result = document["result"]
+        states = ["fp32", "damp", "damp-every-3"] * 2
+        assert [row["state"] for row in result["rows"]] == states[:rows]
+        assert result.get("stopped") == (None if rows else "deadline")
+        assert result["savings"] or not rows
 
 
 def test_wrong_gate_is_refused(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,6 +303,10 @@ def test_components_of_a_captured_step_on_a_gpu(kind: str, tmp_path: Path) -> No
         assert parts["attention"]["launches"] >= 3
         assert parts["output layer"]["launches"] == 1
         assert row["bytes_s"] > 0
+        for key in ("experts_used", "experts_used_profiled"):
+            assert row[key]["layers"] == mixtures
+            assert 2 <= row[key]["per_layer_mean"] <= min(8, 2 * row["batch"])
+        assert row["experts_used"]["steps"] == OPTIONS.output_tokens
 
 
 def test_intervals_are_checked_over_their_writes(loaded: LoadedModel) -> None:
