@@ -237,7 +237,7 @@ def emitted(result: Result) -> str:
             name,
             "all passed" if found["ok"] else "FAILED",
             ", ".join(_checks(found["output"])),
-            f"{found['seconds']:.1f}",
+            f"{found['seconds']:.1f}" if "seconds" in found else "",
         ]
         for name, found in result["modules"].items()
     ]

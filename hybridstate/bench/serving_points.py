@@ -147,7 +147,8 @@ def ways(points: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
 
 
 def operating_point(points: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The dense point whose token hit rate is closest to one half; the smaller working set of two that are as close.
+    """The dense point whose first seed has the token hit rate closest to one half, the smaller working set of two that
+    are as close: the same however many seeds have run.
 
     Raises:
         NumericError: the dense arm failed everywhere.
@@ -155,7 +156,12 @@ def operating_point(points: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     failed = [point["skipped"] for point in points if point.get("failed")]
     if failed and len(failed) == len(points):
         raise NumericError(f"the dense arm failed at every point, first: {failed[0]}")
-    return min(points, key=lambda p: (abs(hit_rate(p) - TARGET_HIT), p["ratio"]))
+
+    def first_hit(point: Mapping[str, Any]) -> float:
+        seeds = point.get("seeds")
+        return float(seeds[0]["hybridstate"]["token_hit_rate"]) if seeds else -1.0
+
+    return min(points, key=lambda p: (abs(first_hit(p) - TARGET_HIT), p["ratio"]))
 
 
 def hit_rate(point: Mapping[str, Any]) -> float:

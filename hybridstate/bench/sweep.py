@@ -1,14 +1,14 @@
 """A serving comparison: every arm, working set, limit and seed in the same bytes, whoever serves.
 
-The dense arm runs first at every working set; the operating point is the one whose dense token hit rate is closest to
-one half, chosen before any other arm runs. Every point is reported. A control without shared prefixes runs at the
-operating point: there, no arm can gain by its cache.
+The dense arm runs first, one seed at every working set; the operating point is the one whose dense token hit rate is
+closest to one half, chosen before any other arm runs. Every point is reported. A control without shared prefixes runs
+at the operating point: there, no arm can gain by its cache.
 
 The working set is what the clients' latest requests leave behind, by default two states each (one token before the end
 of the prompt, and behind the reply); `ratio` is that number over the dense arm's slots, which running requests share.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -142,6 +142,11 @@ class Case:
     limit: int
     control: bool = False
 
+    @property
+    def key(self) -> Key:
+        """Of its point."""
+        return self.arm.name, self.ratio, self.limit, self.control
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -205,47 +210,45 @@ class Sweep:
         self._known = known or {}
         extra = (len(options.limits) - 1) + (1 if options.control else 0)
         self._total = (len(options.ratios) + extra) * (1 + len(self.arms)) * options.seeds
-        self._done = 0
-        self._late = 0
+        self._done: dict[Key, set[int]] = {}
+        self._late: set[tuple[Key, int]] = set()
         self._found: dict[str, Any] = {}
 
     def run(self) -> dict[str, Any]:
-        """Points, control and operating point; dense first, then that point, then the other arms.
+        """Points, control and operating point: one seed of dense, then that point, then the other working sets.
 
-        Other arms begin at the operating point and go on with the working sets next to it, so that a run which is cut
-        short has those; the control and the other limits come last.
+        There all arms run seed by seed, dense among them, so that what is compared ran at about the same time. Working
+        sets next to the operating point come first, so that a run which is cut short has those; the control and the
+        other limits come last.
         """
         self._check_known()
         options, first = self.options, self.options.limits[0]
         points: list[dict[str, Any]] = []
         control: list[dict[str, Any]] = []
         self._found = {"points": points, "control": control}
-        sweep = [Case(self.dense, ratio, first) for ratio in options.ratios]
-        self._collect(sweep, points)
-        asked = {p["ratio"] for p in points}
-        points += [
-            dict(p)
-            for (arm, ratio, limit, of_control), p in self._known.items()
-            if (arm, limit, of_control) == (self.dense.name, first, False) and ratio not in asked
+        self._collect([Case(self.dense, ratio, first) for ratio in options.ratios], points, seeds=1)
+        begun = {_key(p): p for p in points}
+        elsewhere = [
+            p
+            for key, p in self._known.items()
+            if (key[0], *key[2:]) == (self.dense.name, first, False) and key not in begun
         ]
-        chosen = operating_point(points)
-        operating = float(chosen["ratio"])
+        operating = float(operating_point([*points, *elsewhere])["ratio"])
         if operating not in options.ratios:  # of an earlier run; other arms run there besides
-            self._total += len(self.arms) * options.seeds
-        hits = {f"{p['ratio']:g}": hit_rate(p) for p in points if "mean" in p}
+            self._total += (1 + len(self.arms)) * options.seeds
         self._found["operating_point"] = {
             "ratio": operating,
-            "rule": f"dense token hit rate closest to {TARGET_HIT:g}, chosen before other arms ran",
-            "dense_token_hit_rate": hit_rate(chosen) if "mean" in chosen else None,
-            "dense_token_hit_rates": hits,
+            "rule": f"dense token hit rate of the first seed closest to {TARGET_HIT:g}, chosen before other arms ran",
         }
+        self._known = {**self._known, **{key: p for key, p in begun.items() if _seeds(p)}}
+        points.clear()
         every = (self.dense, *self.arms)
-        self._collect([Case(arm, operating, first) for arm in self.arms], points)
+        self._collect([Case(arm, operating, first) for arm in every], points)
         others = sorted(
             (ratio for ratio in options.ratios if ratio != operating),
             key=lambda ratio: (abs(ratio - operating), ratio),
         )
-        self._collect([Case(arm, ratio, first) for ratio in others for arm in self.arms], points)
+        self._collect([Case(arm, ratio, first) for ratio in others for arm in every], points)
         if options.control:
             self._collect([Case(arm, operating, first, True) for arm in every], control)
         limits = [Case(arm, operating, limit) for limit in options.limits[1:] for arm in every]
@@ -255,23 +258,34 @@ class Sweep:
         control += kept["control"]
         compare(points)
         compare(control)
+        dense = [p for p in points if (p["arm"], p["limit"]) == (self.dense.name, first)]
+        dense.sort(key=lambda p: float(p["ratio"]))
+        hits = {f"{p['ratio']:g}": hit_rate(p) for p in dense if "mean" in p}
+        self._found["operating_point"] |= {
+            "dense_token_hit_rate": hits.get(f"{operating:g}"),
+            "dense_token_hit_rates": hits,
+        }
         # an earlier run may have had more
         self._found["seeds"] = max(
             [options.seeds, *(len(p["seeds"]) for p in (*points, *control) if "mean" in p)]
         )
         self._found["seeds_asked"] = options.seeds
-        self._found["not_begun"] = self._late
+        self._found["not_begun"] = len(self._late)
         return self._found
 
-    def _collect(self, cases: Sequence[Case], into: list[dict[str, Any]]) -> None:
+    def _collect(
+        self, cases: Sequence[Case], into: list[dict[str, Any]], seeds: int | None = None
+    ) -> None:
         """Serve the cases seed by seed, so that a run which is cut short has some of each, and add their points."""
+        seeds = seeds or self.options.seeds
         prepared = [(case, *self._prepare(case)) for case in cases]
         old = [self._held(case, head) for case, head, _ in prepared]
-        self._done += sum(min(self.options.seeds, _seeds(point)) for point in old)
-        self._done += self.options.seeds * sum(pools is None for _, _, pools in prepared)
+        for (case, _, pools), point in zip(prepared, old, strict=True):
+            held = self.options.seeds if pools is None else min(self.options.seeds, _seeds(point))
+            self._done.setdefault(case.key, set()).update(range(held))
         jobs = [
             (number, Job(case, pools, seed))
-            for seed in range(self.options.seeds)
+            for seed in range(seeds)
             for number, (case, _, pools) in enumerate(prepared)
             if pools is not None and seed >= _seeds(old[number])
         ]
@@ -283,18 +297,22 @@ class Sweep:
             """The points that have a seed, or get none, into the result."""
             into[base:] = [
                 (old[number] or head)
-                if pools is None or _seeds(old[number]) >= self.options.seeds
+                if pools is None or _seeds(old[number]) >= seeds
                 else point_of(head, found[number], old[number])
                 for number, (_, head, pools) in enumerate(prepared)
                 if number not in waiting or any(found[number])
             ]
             compare(into)
 
-        outcomes = self._counted(self._serve([job for _, job in jobs]))
-        for (number, _), outcome in zip(jobs, outcomes, strict=True):
+        self._told()
+        outcomes = self._serve([job for _, job in jobs])
+        for (number, job), outcome in zip(jobs, outcomes, strict=True):
             found[number].append(outcome)  # a point's seeds come in their order
-            self._late += outcome is None
-            if outcome is not None:
+            self._done[job.case.key].add(job.seed)
+            self._told()
+            if outcome is None:
+                self._late.add((job.case.key, job.seed))
+            else:
                 put()
                 kept = self._kept()
                 self._record(
@@ -306,11 +324,7 @@ class Sweep:
     def _kept(self) -> dict[str, list[dict[str, Any]]]:
         """Points of an earlier run that this one has not come to, or does not ask for."""
         kept: dict[str, list[dict[str, Any]]] = {"points": [], "control": []}
-        here = {
-            (p["arm"], p["ratio"], p["limit"], name == "control")
-            for name in kept
-            for p in self._found[name]
-        }
+        here = {_key(p, name == "control") for name in kept for p in self._found[name]}
         for key, point in self._known.items():
             if key not in here:
                 kept["control" if key[3] else "points"].append(dict(point))
@@ -335,7 +349,7 @@ class Sweep:
         Raises:
             UsageError: it ran in other pools.
         """
-        found = self._known.get((case.arm.name, case.ratio, case.limit, case.control))
+        found = self._known.get(case.key)
         if found is None or not found.get("seeds"):
             return None
         held = {"tp": 1, **found}  # what results without it ran with
@@ -348,12 +362,9 @@ class Sweep:
             )
         return dict(found)
 
-    def _counted(self, outcomes: Iterable[Outcome | None]) -> Iterator[Outcome | None]:
-        self._progress(self._stage, self._done, self._total)
-        for outcome in outcomes:
-            self._done += 1
-            self._progress(self._stage, self._done, self._total)
-            yield outcome
+    def _told(self) -> None:
+        """Progress: seeds that ran, were there before or cannot run."""
+        self._progress(self._stage, sum(map(len, self._done.values())), self._total)
 
     def _prepare(self, case: Case) -> tuple[dict[str, Any], Pools | None]:
         """What is known of a point before it runs, and its pools; None where the bytes hold none."""
@@ -401,9 +412,13 @@ class Sweep:
         }
 
 
+def _key(point: Mapping[str, Any], control: bool = False) -> Key:
+    return point["arm"], point["ratio"], point["limit"], control
+
+
 def _seeds(point: Mapping[str, Any] | None) -> int:
     """How many seeds of a point are known."""
-    return 0 if point is None else len(point["seeds"])
+    return 0 if point is None else len(point.get("seeds", ()))
 
 
 def wanted(name: str, arms: Sequence[str]) -> bool:

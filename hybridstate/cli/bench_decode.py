@@ -166,14 +166,14 @@ def _synthetic_tables(out: Output, result: dict[str, Any]) -> None:
                 )
                 for row in timed
             ],
-            note="bytes alone: what cannot be avoided at the bandwidth of an in-place pass; projections: all matrix "
+            note="bytes alone: what a step moves, at the bandwidth of an in-place pass; projections: all matrix "
             "products but the experts' and the output layer's; components sum to the step",
         )
     out.table(
         "what the packed state saves",
         (
             *("batch", "FP32 ms", "DAMP ms", "saved ms", "alone ms", "arrives %", "TPOT cut %"),
-            *("bytes allow %", "paper's cut %", "update's share %", "state's share of bytes %"),
+            *("cut of bytes %", "paper's cut %", "update's share %", "state's share of bytes %"),
         ),
         [
             (

@@ -87,8 +87,8 @@ def counts(found: dict[str, Any], name: str = "points") -> list[int]:
     return [len(point.get("seeds", ())) for point in found[name]]
 
 
-ORDER = [("dense", 0.5), ("dense", 1.0), ("nr-16", 1.0), ("wr-16", 1.0), ("nr-16", 0.5), ("wr-16", 0.5)]  # fmt: skip
-"""The dense arm everywhere, the operating point, and the working set next to it."""
+ORDER = [(name, ratio) for ratio in (1.0, 0.5) for name in NAMES]
+"""The operating point, and the working set next to it."""
 
 
 def test_seeds_of_all_arms_come_before_the_next_seed() -> None:
@@ -99,16 +99,18 @@ def test_seeds_of_all_arms_come_before_the_next_seed() -> None:
     assert counts(found) == [SEEDS] * 6
     assert counts(found, "control") == [SEEDS] * 3
     begun = [(name, ratio, seed) for name, ratio, control, seed in server.begun if not control]
-    assert begun == [
-        (*ORDER[place], seed)
-        for group in ((0, 1), (2, 3), (4, 5))
+    first = [("dense", ratio, 0) for ratio in RATIOS]
+    assert begun == first + [
+        (*place, seed)
+        for group in (ORDER[:3], ORDER[3:])
         for seed in range(SEEDS)
         for place in group
+        if (*place, seed) not in first
     ]
     assert len(records) == len(server.begun)
     for number, record in enumerate(records, 1):
-        assert places(record) == ORDER[: len(record["points"])]
-        assert sum(counts(record)) + sum(counts(record, "control")) <= number
+        assert len(set(places(record))) == len(places(record))
+        assert sum(counts(record)) + sum(counts(record, "control")) == number
     whole = (len(RATIOS) + 1) * len(NAMES) * SEEDS
     assert [total for _, _, total in told] == [whole] * len(told)
     assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
@@ -120,16 +122,16 @@ def test_seeds_of_all_arms_come_before_the_next_seed() -> None:
 
 @pytest.mark.parametrize("left", range(6 * SEEDS + 1))
 def test_a_run_that_is_cut_short_has_the_first_seeds_and_goes_on(left: int) -> None:
-    """After any number of outcomes: seeds 0, 1 ... of every point, arms of one group at most one apart."""
+    """After any number of outcomes: seeds 0, 1 ... of every point, arms of one working set at most one apart."""
     found, records, told = sweep(Server(left), control=False)
     assert len(records) == left
-    assert places(found)[:2] == ORDER[:2]
+    assert places(found)[0][0] == "dense"
     assert sorted(places(found)) == sorted(ORDER)
     assert sum(counts(found)) == left
     assert told[-1][1] == told[-1][2], "what was not begun is counted"
-    for group in ((0, 1), (2, 3), (4, 5)):
-        several = [counts(found)[place] for place in group]
+    for several in (counts(found)[:3], counts(found)[3:]):
         assert max(several) - min(several) <= 1
+    assert found["not_begun"] == 6 * SEEDS - left
     for point in found["points"]:
         begun = range(len(point.get("seeds", ())))
         expected = [f"{point['arm']} {point['ratio']:g} {n}" for n in begun]
@@ -160,7 +162,7 @@ def test_points_of_an_earlier_run_keep_their_place_in_every_record() -> None:
     for record in (*records, found):
         assert sorted(places(record)) == sorted(ORDER)
         assert places(record, "control") == places(first, "control")
-    assert places(found)[:2] == [("dense", 1.0), ("dense", 0.5)]
+    assert places(found)[:3] == ORDER[:3]
     assert counts(found) == [3 if ratio == 1.0 else 2 for _, ratio in places(found)]
     assert [sum(counts(record)) for record in records] == [13, 14, 15]
     assert found["seeds"] == 3
@@ -173,8 +175,7 @@ def test_the_operating_point_of_an_earlier_run_counts_in_the_progress() -> None:
     found, _, told = sweep(server, seeds=2, known=first, ratios=(0.5,))
     assert found["operating_point"]["ratio"] == 1.0
     assert [(n, r, c) for n, r, c, _ in server.begun] == [
-        *(("dense", 0.5, False), ("nr-16", 1.0, False), ("wr-16", 1.0, False)),
-        *(("nr-16", 0.5, False), ("wr-16", 0.5, False)),
+        *((name, ratio, False) for name, ratio in ORDER),
         *((name, 1.0, True) for name in NAMES),
     ]
     assert all(done <= total for _, done, total in told)
