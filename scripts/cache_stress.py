@@ -172,6 +172,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--join", type=Path, action="append", help="recorded runs to put together")
     options = parser.parse_args()
+    began = environment(device="cpu")  # of the code that runs, whatever is committed meanwhile
     result = (
         joined(options.join)
         if options.join
@@ -183,7 +184,7 @@ def main() -> None:
                 for entry in on_model(name, options.model_operations, options.seed)
             ],
             "seed": options.seed,
-            "provenance": environment(device="cpu"),
+            "provenance": began,
         }
     )
     options.output.write_text(json.dumps(result, indent=1) + "\n")
