@@ -226,10 +226,10 @@ class Stress:
             self.store.native[slot] = lease.tokens[: request.position].tobytes()
             if self.rng.random() < 0.03:
                 self.store.bad.add(slot)
-            outcome = self.cache.checkpoint(
+            kept = self.cache.checkpoint(
                 lease, request.position, self._keys(lease.tokens[: request.position])
             )
-            assert outcome != "packed" or slot not in self.store.bad
+            assert kept != "packed" or slot not in self.store.bad
             self.store.bad.discard(slot)
             return
         whole = np.concatenate([lease.tokens, request.reply])
