@@ -283,20 +283,22 @@ def crowded(result: Result) -> str:
     found = [entry for entry in result["models"] if "met" in entry]
     if not found:
         return ""
-    said = []
+    said: dict[str, list[str]] = {}
     for entry in found:
         met, counters = entry["met"], entry["counters"]
         known = f" ({met['broken_known']:,} known already)" if met["broken_known"] else ""
-        said.append(
-            f"on `{entry['model']}` {met['broken']:,} offers of a broken state, "
-            f"{counters['skipped_nonfinite']:,} refused{known}, {met['stopped']:,} requests ended by theirs; "
-            f"{counters['skipped_full']:,} states refused for lack of room; {met['while_moving']:,} hits on a state "
-            f"being demoted, for {met['overtaken']:,} of which the transfer ended before the load"
+        text = (
+            f"{met['broken']:,} offers of a broken state, {counters['skipped_nonfinite']:,} refused{known}, "
+            f"{met['stopped']:,} requests ended by theirs; {counters['skipped_full']:,} states refused for lack of room; "
+            f"{met['while_moving']:,} hits on a state being demoted, for {met['overtaken']:,} of which the transfer ended "
+            "before the load"
         )
+        said.setdefault(text, []).append(f"`{entry['model']}`")
+    parts = [f"on {' and on '.join(names)} {text}" for text, names in said.items()]
     return (
         "`tight` on a model runs several requests at once, a step of one at a time, on pools without room for them. "
         "Transfers end late, in random steps, and numbers of a running request's state are made NaN or infinite before "
-        f"it is offered to the cache: {'; '.join(said)}."
+        f"it is offered to the cache: {'; '.join(parts)}."
     )
 
 
