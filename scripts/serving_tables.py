@@ -289,12 +289,15 @@ def crowded(result: Result) -> str:
         known = f" ({met['broken_known']:,} known already)" if met["broken_known"] else ""
         text = (
             f"{met['broken']:,} offers of a broken state, {counters['skipped_nonfinite']:,} refused{known}, "
-            f"{met['stopped']:,} requests ended by theirs; {counters['skipped_full']:,} states refused for lack of room; "
-            f"{met['while_moving']:,} hits on a state being demoted, for {met['overtaken']:,} of which the transfer ended "
-            "before the load"
+            f"{met['stopped']:,} requests ended by theirs; {counters['skipped_full']:,} states refused for lack of "
+            f"room; {met['while_moving']:,} hits on a state being demoted, for {met['overtaken']:,} of which the transfer "
+            "ended before the load"
         )
         said.setdefault(text, []).append(f"`{entry['model']}`")
-    parts = [f"on {' and on '.join(names)} {text}" for text, names in said.items()]
+    parts = [
+        f"on {' and on '.join(names)}{' each' if len(names) > 1 else ''} {text}"
+        for text, names in said.items()
+    ]
     return (
         "`tight` on a model runs several requests at once, a step of one at a time, on pools without room for them. "
         "Transfers end late, in random steps, and numbers of a running request's state are made NaN or infinite before "
