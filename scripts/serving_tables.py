@@ -290,8 +290,8 @@ def crowded(result: Result) -> str:
         text = (
             f"{met['broken']:,} offers of a broken state, {counters['skipped_nonfinite']:,} refused{known}, "
             f"{met['stopped']:,} requests ended by theirs; {counters['skipped_full']:,} states refused for lack of "
-            f"room; {met['while_moving']:,} hits on a state being demoted, for {met['overtaken']:,} of which the transfer "
-            "ended before the load"
+            f"room; {met['while_moving']:,} hits on a state being demoted, for {met['overtaken']:,} of which the "
+            "transfer ended before the load"
         )
         said.setdefault(text, []).append(f"`{entry['model']}`")
     parts = [
