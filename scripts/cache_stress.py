@@ -6,13 +6,16 @@
 
 Without tensors every operation is followed by `free + cached + active == size` for each pool, and every loaded slot is
 compared with the prefix it should hold. On a model every greedy reply is compared with a run without a cache; freed
-slots are NaN, so a slot that is read too late cannot pass. Any failure ends the script; nothing is written then.
+slots are NaN, so a slot that is read too late cannot pass. The arm `tight` runs several requests at once on pools
+without room for them, hits states whose demotion is under way, and breaks states that the cache then has to refuse. Any
+failure ends the script; nothing is written then.
 """
 
 import argparse
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +24,10 @@ sys.path.insert(0, str(ROOT))
 
 from hybridstate.provenance import environment  # noqa: E402
 from hybridstate.runtime.admission import Admission, Pools  # noqa: E402
-from hybridstate.trajectories.model import load_model  # noqa: E402
+from hybridstate.trajectories.model import LoadedModel, load_model  # noqa: E402
 from tests.runtime.cache_stress import Stress  # noqa: E402
 from tests.runtime.cached_model import CachedModel, compare_outputs  # noqa: E402
+from tests.runtime.model_stress import LateStore, ModelStress  # noqa: E402
 from tests.runtime.test_prefix_cache_stress import ARMS  # noqa: E402
 
 MODEL_ARMS = {
@@ -31,6 +35,11 @@ MODEL_ARMS = {
     "replay": (Pools(native=2, packed=9), 64),
 }
 """Pools and replay window; with a window every other unit is omitted, and the window covers every prefix."""
+
+TIGHT = Pools(native=4, packed=2, watermark=1)
+TIGHT_SHARE = 3
+"""Pools of the arm of several requests at once; its operations are smaller, one step of a request each, so it does this
+many times what the arms above do together."""
 
 
 def without_tensors(operations: int, seed: int) -> list[dict[str, Any]]:
@@ -50,6 +59,7 @@ def without_tensors(operations: int, seed: int) -> list[dict[str, Any]]:
                 "operations": stress.done,
                 "counters": stress.cache.counters.to_json(),
                 "reclamations": stress.cache.tiers.reclamations,
+                "while_moving": stress.while_moving,
                 "leaked_slots": 0,  # drain refuses anything else
                 "seconds": round(time.perf_counter() - started, 2),
             }
@@ -59,11 +69,12 @@ def without_tensors(operations: int, seed: int) -> list[dict[str, Any]]:
 
 
 def on_model(name: str, operations: int, seed: int) -> list[dict[str, Any]]:
-    """The operations are shared among the arms."""
+    """The operations are shared among the arms of `MODEL_ARMS`; `tight` has its own."""
     from tests.runtime.test_tensor_store import alternate
 
     loaded = load_model(name)
     found = []
+    alone: dict[bytes, tuple[list[int], list[float]]] = {}
     for arm, (pools, window) in MODEL_ARMS.items():
         engine = CachedModel(
             loaded,
@@ -71,6 +82,7 @@ def on_model(name: str, operations: int, seed: int) -> list[dict[str, Any]]:
             Admission(shortest=1),
             retained=alternate(loaded.spec) if window else None,
             window=window,
+            alone=alone,
         )
         share = operations // len(MODEL_ARMS)
         started = time.perf_counter()
@@ -80,30 +92,68 @@ def on_model(name: str, operations: int, seed: int) -> list[dict[str, Any]]:
                 print(f"{name} {arm}: {number}", flush=True)
 
         compared = compare_outputs(engine, share, seed=seed, progress=say)
-        found.append(
-            {
-                "model": name,
-                "arm": arm,
-                "operations": share,
-                "replies_compared": compared,
-                "replies_that_differ": 0,  # compare_outputs refuses any
-                "starts": engine.tiers,
-                "counters": engine.cache.counters.to_json(),
-                "leaked_slots": 0,
-                "seconds": round(time.perf_counter() - started, 2),
-            }
-        )
-        print(f"{name} {arm}: {compared} replies compared", flush=True)
+        found.append(_entry(name, arm, share, compared, engine, started))
+    found.append(tight(name, loaded, TIGHT_SHARE * operations, seed, alone))
     return found
 
 
+def tight(
+    name: str,
+    loaded: LoadedModel,
+    operations: int,
+    seed: int,
+    alone: dict[bytes, tuple[list[int], list[float]]],
+) -> dict[str, Any]:
+    """Several requests at once, refused for lack of room and for broken states, on states being demoted."""
+    engine = CachedModel(loaded, TIGHT, Admission(shortest=1), store=LateStore, alone=alone)
+    started = time.perf_counter()
+
+    def say(number: int) -> None:
+        if number % 500 == 0:
+            print(f"{name} tight: {number}", flush=True)
+
+    seen = ModelStress(engine, seed).run(operations, say)
+    entry = _entry(name, "tight", operations, seen.replies, engine, started)
+    met = {key: value for key, value in asdict(seen).items() if key != "replies"}
+    counters = engine.cache.counters
+    for what, found in (
+        ("full pool", counters.skipped_full),
+        ("state that is not finite", counters.skipped_nonfinite),
+        ("hit while demoting", seen.while_moving),
+        ("hit whose transfer ended before its load", seen.overtaken),
+    ):
+        if not found:
+            raise SystemExit(f"{name} tight: no {what}; more operations are needed")
+    return {**entry, "met": met}
+
+
+def _entry(
+    name: str, arm: str, operations: int, compared: int, engine: CachedModel, started: float
+) -> dict[str, Any]:
+    print(f"{name} {arm}: {compared} replies compared", flush=True)
+    return {
+        "model": name,
+        "arm": arm,
+        "operations": operations,
+        "replies_compared": compared,
+        "replies_that_differ": 0,  # the run refuses any
+        "starts": engine.tiers,
+        "counters": engine.cache.counters.to_json(),
+        "leaked_slots": 0,
+        "seconds": round(time.perf_counter() - started, 2),
+    }
+
+
 def joined(paths: list[Path]) -> dict[str, Any]:
-    """Runs of different models with the same seed as one; their parts without tensors have to be equal."""
+    """Runs of different models with the same seed, code and versions as one; their parts without tensors have to be
+    equal."""
     documents = [json.loads(path.read_text()) for path in paths]
     first = documents[0]
     for other in documents[1:]:
         if other["seed"] != first["seed"] or _decided(other) != _decided(first):
             raise SystemExit("these runs decided otherwise with the same seed")
+        if other["provenance"] != first["provenance"]:
+            raise SystemExit("these runs are of different code or versions")
     models = [entry for document in documents for entry in document["models"]]
     return {**first, "models": models}
 
@@ -122,6 +172,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--join", type=Path, action="append", help="recorded runs to put together")
     options = parser.parse_args()
+    began = environment(device="cpu")  # of the code that runs, whatever is committed meanwhile
     result = (
         joined(options.join)
         if options.join
@@ -133,7 +184,7 @@ def main() -> None:
                 for entry in on_model(name, options.model_operations, options.seed)
             ],
             "seed": options.seed,
-            "provenance": environment(device="cpu"),
+            "provenance": began,
         }
     )
     options.output.write_text(json.dumps(result, indent=1) + "\n")

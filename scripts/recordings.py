@@ -45,7 +45,7 @@ def _program(document: dict[str, Any]) -> str:
 
 
 def source_line(path: Path, document: dict[str, Any]) -> str:
-    """Where a table comes from: file, device, versions, commit."""
+    """Where a table comes from: file, device, versions, commit, and whether the code was changed beside it."""
     result = document["result"]
     named = (
         document.get("provenance"),
@@ -58,7 +58,8 @@ def source_line(path: Path, document: dict[str, Any]) -> str:
         f"{name} {env[name]}" for name in ("torch", "transformers", "triton") if env.get(name)
     ]
     if env.get("commit"):
-        parts.append(f"commit {env['commit'][:12]}")
+        changed = " (modified tree)" if env.get("modified") else ""
+        parts.append(f"commit {env['commit'][:12]}{changed}")
     command = (
         f" Command: `{_program(document)} {' '.join(document['arguments'])}`."
         if "arguments" in document

@@ -227,7 +227,7 @@ def conditions(result: Result, own: str | None = None) -> str:
 
 
 def stress(result: Result) -> str:
-    """Operations, reclamations and leaks of each arm; starts and compared replies on the models."""
+    """Operations, reclamations, refused states and leaks of each arm; starts and compared replies on the models."""
     rows = []
     for entry in result["without_tensors"]:
         done = entry["operations"]
@@ -239,6 +239,7 @@ def stress(result: Result) -> str:
                 entry["arm"],
                 f"{tried:,}",
                 *(f"{n:,}" for n in (*counted, entry["reclamations"])),
+                *_refused(entry["counters"], entry),
                 "",
                 "",
                 str(entry["leaked_slots"]),
@@ -257,6 +258,7 @@ def stress(result: Result) -> str:
                 f"{counters['aborts']:,}",
                 f"{counters['demotions']:,}",
                 "",
+                *_refused(counters, entry.get("met", {})),
                 " / ".join(f"{entry['starts'][k]:,}" for k in ("dense", "compressed", "miss")),
                 f"{entry['replies_compared']:,}, {entry['replies_that_differ']} differ",
                 str(entry["leaked_slots"]),
@@ -271,9 +273,45 @@ def stress(result: Result) -> str:
         "aborted",
         "demotions",
         "reclamations",
+        "refused: full / not finite",
+        "hits while demoting",
     )
     more = ("dense / compressed / missed starts", "replies compared", "leaked slots")
     return tables.markdown((*head, *more), rows)
+
+
+def _refused(counters: Result, met: Result) -> tuple[str, str]:
+    """States that were not kept, and hits on states being demoted; empty where those were not counted."""
+    hits = met.get("while_moving")
+    refused = f"{counters['skipped_full']:,} / {counters['skipped_nonfinite']:,}"
+    return refused, "" if hits is None else f"{hits:,}"
+
+
+def crowded(result: Result) -> str:
+    """What the arms of several requests at once met; empty where no run has one."""
+    found = [entry for entry in result["models"] if "met" in entry]
+    if not found:
+        return ""
+    said: dict[str, list[str]] = {}
+    for entry in found:
+        met, counters = entry["met"], entry["counters"]
+        known = f" ({met['broken_known']:,} known already)" if met["broken_known"] else ""
+        text = (
+            f"{met['broken']:,} offers of a broken state, {counters['skipped_nonfinite']:,} refused{known}, "
+            f"{met['stopped']:,} requests ended by theirs; {counters['skipped_full']:,} states refused for lack of "
+            f"room; {met['while_moving']:,} hits on a state being demoted, for {met['overtaken']:,} of which the "
+            "transfer ended before the load"
+        )
+        said.setdefault(text, []).append(f"`{entry['model']}`")
+    parts = [
+        f"on {' and on '.join(names)}{' each' if len(names) > 1 else ''} {text}"
+        for text, names in said.items()
+    ]
+    return (
+        "`tight` on a model runs several requests at once, a step of one at a time, on pools without room for them. "
+        "Transfers end late, in random steps, and numbers of a running request's state are made NaN or infinite before "
+        f"it is offered to the cache: {'; '.join(parts)}."
+    )
 
 
 # -- the page -----------------------------------------------------------------------------------------
@@ -311,11 +349,11 @@ def fitted(document: Mapping[str, Any]) -> str:
 
 
 def stress_block() -> str:
-    parts = [
-        f"{stress(document['result'])}\n\n{source_line(path, document)}"
-        for path, document in recorded("cache-stress.json")
-    ]
-    return "\n\n".join(parts)
+    parts = []
+    for path, document in recorded("cache-stress.json"):
+        result = document["result"]
+        parts += [stress(result), crowded(result), source_line(path, document)]
+    return "\n\n".join(filter(None, parts))
 
 
 def exchange_block() -> str:

@@ -425,3 +425,11 @@ def test_training_table_puts_the_zeroed_state_beside_the_answers() -> None:
     }
     _, _, *rows = cells(tables.training({"models": {"tiny": model}}))
     assert [row[1] for row in rows] == ["1.707 (+0.055)", "95.9 / 94.5 / 0.0 %", "70.0 %, 73.0 %"]
+
+
+def test_source_says_when_the_code_was_changed_beside_its_commit() -> None:
+    path = recordings.BENCHMARKS / "some.json"
+    for modified, said in ((True, " (modified tree)"), (False, ""), (None, "")):
+        provenance = {"commit": "0123456789abcdef", "modified": modified}
+        line = recordings.source_line(path, {"result": {"provenance": provenance}})
+        assert line.endswith(f", commit 0123456789ab{said}.")

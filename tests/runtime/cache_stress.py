@@ -12,7 +12,7 @@ import numpy as np
 from hybridstate.runtime.admission import Admission, Pools
 from hybridstate.runtime.prefix_cache import Lease, PrefixCache
 from hybridstate.runtime.radix import Keys, Tokens
-from hybridstate.runtime.tiers import Finished, Prefix, Transfer
+from hybridstate.runtime.tiers import Finished, Prefix, Tier, Transfer
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,8 @@ class Stress:
         self.longest = longest
         self.running: list[Running] = []
         self.seen: list[Tokens] = []
+        self.while_moving = 0
+        """Requests that started from a state whose demotion was under way."""
         self.done = dict.fromkeys(
             ("submit", "wait", "step", "finish", "abort", "poll", "evict", "clear", "transfer"), 0
         )
@@ -199,6 +201,7 @@ class Stress:
             return
         assert lease.hit_tokens < len(tokens), "one token has to run"
         self.done["submit"] += 1
+        self.while_moving += lease.hit is not None and lease.hit.tier is Tier.DEMOTING
         self.running.append(Running(lease, reply.astype(np.int32), todo=[*lease.boundaries]))
 
     def _step(self, request: Running) -> None:
@@ -223,10 +226,10 @@ class Stress:
             self.store.native[slot] = lease.tokens[: request.position].tobytes()
             if self.rng.random() < 0.03:
                 self.store.bad.add(slot)
-            outcome = self.cache.checkpoint(
+            kept = self.cache.checkpoint(
                 lease, request.position, self._keys(lease.tokens[: request.position])
             )
-            assert outcome != "packed" or slot not in self.store.bad
+            assert kept != "packed" or slot not in self.store.bad
             self.store.bad.discard(slot)
             return
         whole = np.concatenate([lease.tokens, request.reply])

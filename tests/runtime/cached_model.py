@@ -1,7 +1,7 @@
-"""A small engine on a real model and a prefix cache, for tests: exact, slow, one request at a time."""
+"""A small engine on a real model and a prefix cache, for tests: exact, slow, a step of one request at a time."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from hybridstate.runtime import restore
 from hybridstate.runtime.admission import Admission, Pools
 from hybridstate.runtime.compressed import Kind
 from hybridstate.runtime.pool import StatePool
-from hybridstate.runtime.prefix_cache import Lease, PrefixCache
+from hybridstate.runtime.prefix_cache import Lease, Outcome, PrefixCache
 from hybridstate.runtime.radix import Keys, Tokens
 from hybridstate.runtime.restore import resume
 from hybridstate.runtime.slots import RESERVED
@@ -47,8 +47,46 @@ def joined(parts: Sequence[Keys | None]) -> dict[int, tuple[torch.Tensor, torch.
     }
 
 
+@dataclass(eq=False)
+class Request:
+    """A running request.
+
+    Attributes:
+        lease: its hold on the cache.
+        reply: tokens to produce.
+        ends: where the chunks of its prompt end that have not run.
+        chunks: how many ran.
+        at: tokens of the prompt that ran or were loaded.
+        kv: attention keys so far; None before its slot was filled.
+        checkpoint: whether the state behind `at` is to be kept now.
+        produced: tokens of the reply so far.
+    """
+
+    lease: Lease
+    reply: int
+    ends: list[int]
+    chunks: int = 0
+    at: int = 0
+    kv: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
+    checkpoint: bool = False
+    produced: list[int] = field(default_factory=list)
+
+    @property
+    def offers(self) -> bool:
+        """Whether the next step gives the state in its slot to the cache."""
+        return self.checkpoint or len(self.produced) == self.reply
+
+
 class CachedModel:
-    """Requests of one model through a `PrefixCache` on tensors."""
+    """Requests of one model through a `PrefixCache` on tensors.
+
+    Args:
+        loaded: the model.
+        pools, admission: of the cache.
+        retained, kind, window: of the compressed slots.
+        store: class of the memory.
+        alone: replies without a cache, by request; engines of one model may share them.
+    """
 
     def __init__(
         self,
@@ -59,6 +97,8 @@ class CachedModel:
         retained: Sequence[torch.Tensor] | None = None,
         kind: Kind = "fp32",
         window: int = 0,
+        store: type[TensorStore] = TensorStore,
+        alone: dict[bytes, tuple[list[int], list[float]]] | None = None,
     ) -> None:
         self.loaded = loaded
         pool = StatePool(
@@ -67,40 +107,67 @@ class CachedModel:
             state="damp" if kind == "packed" else "fp32",
             conv_dtype=torch.float32,
         )
-        self.store = TensorStore(
+        self.store = store(
             pool, pools.packed, retained, kind=kind, window=window, replay=self._replay
         )
         self.cache = PrefixCache(pools, self.store, admission)
         self.linear = {layer.index for layer in loaded.spec.layers}
         self.tiers = {"dense": 0, "compressed": 0, "miss": 0}
-        self._alone: dict[bytes, tuple[list[int], list[float]]] = {}
+        self._alone = {} if alone is None else alone
 
     def run(self, prompt: Tokens, reply: int, *, stop: int | None = None) -> list[int] | None:
         """Greedy reply to a prompt; aborted after `stop` chunks. None while it has to wait or after an abort."""
+        request = self.start(prompt, reply)
+        if request is None:
+            return None
+        produced = None
+        while produced is None:
+            begun = request.kv is not None and not request.checkpoint
+            if begun and request.ends and request.chunks == stop:
+                self.cache.abort(request.lease)
+                return None
+            produced, _ = self.step(request)
+        return produced
+
+    def start(self, prompt: Tokens, reply: int) -> Request | None:
+        """Take a slot for a request; None while it has to wait."""
         lease = self.cache.acquire(prompt, reply)
         if lease is None:
             return None
         self.tiers[lease.tier] += 1
-        if lease.hit is None:
-            self.store.clear(lease.slot)
-        kv = joined(self.cache.prefix(lease).kv)
-        self.cache.load(lease)
-        at = lease.hit_tokens
-        logits = torch.empty(0)
-        for number, end in enumerate(sorted({*lease.boundaries, len(prompt)})):
-            if number == stop:
-                self.cache.abort(lease)
-                return None
-            logits, kv = self._advance(lease, prompt[at:end], kv)
-            at = end
-            if end in lease.boundaries:
-                self.cache.checkpoint(lease, end, TensorKeys(kv))
-        produced = [int(logits.argmax())]
-        while len(produced) < reply:
-            logits, kv = self._advance(lease, np.array(produced[-1:], np.int32), kv)
-            produced.append(int(logits.argmax()))
-        self.cache.finish(lease, np.array(produced[:-1], np.int32), TensorKeys(kv))
-        return produced
+        return Request(lease, reply, sorted({*lease.boundaries, len(prompt)}))
+
+    def step(self, request: Request) -> tuple[list[int] | None, Outcome | None]:
+        """Fill the slot, run a chunk or a token, offer a state to the cache, or end.
+
+        Returns:
+            The reply once the request has ended, and what became of a state that was offered.
+
+        Raises:
+            NumericError: the slot is not finite before a chunk or a token.
+        """
+        lease, cache = request.lease, self.cache
+        if request.kv is None:
+            if lease.hit is None:
+                self.store.clear(lease.slot)
+            request.kv = joined(cache.prefix(lease).kv)
+            cache.load(lease)
+            request.at = lease.hit_tokens
+        elif request.checkpoint:
+            request.checkpoint = False
+            return None, cache.checkpoint(lease, request.at, TensorKeys(request.kv))
+        elif request.ends:
+            end = request.ends[0]
+            self._advance(request, lease.tokens[request.at : end])
+            request.at = request.ends.pop(0)
+            request.chunks += 1
+            request.checkpoint = end in lease.boundaries
+        elif len(request.produced) < request.reply:
+            self._advance(request, np.array(request.produced[-1:], np.int32))
+        else:
+            rest = np.array(request.produced[:-1], np.int32)
+            return request.produced, cache.finish(lease, rest, TensorKeys(request.kv))
+        return None, None
 
     def alone(self, prompt: Tokens, reply: int) -> tuple[list[int], list[float]]:
         """The reply without any cache, and the distance of the two best logits at each token."""
@@ -120,14 +187,13 @@ class CachedModel:
             self._alone[key] = tokens, margins
         return self._alone[key]
 
-    def _advance(
-        self, lease: Lease, tokens: Tokens, kv: dict[int, tuple[torch.Tensor, torch.Tensor]]
-    ) -> tuple[torch.Tensor, dict[int, tuple[torch.Tensor, torch.Tensor]]]:
-        """Run tokens on the request's slot: states leave the pool and come back."""
-        slots = torch.tensor([lease.slot])
+    def _advance(self, request: Request, tokens: Tokens) -> None:
+        """Run tokens on the request's slot: states leave the pool and come back; the end of a prompt gives a token."""
+        assert request.kv is not None, "its slot was not filled"
+        slots = torch.tensor([request.lease.slot])
         self.store.pool.require_finite(slots)
         states, conv = self.store.pool.read(slots)
-        past = resume(self.loaded, kv, states, conv)
+        past = resume(self.loaded, request.kv, states, conv)
         with torch.no_grad():
             logits = forward(self.loaded, torch.from_numpy(tokens.astype(np.int64))[None], past)
         layers = linear_layers(past)
@@ -136,12 +202,13 @@ class CachedModel:
             [layer.recurrent_states[0] for layer in layers],
             [layer.conv_states[0][..., 1:] for layer in layers],
         )
-        found = {
+        request.kv = {
             block: (layer.keys, layer.values)
             for block, layer in enumerate(past.layers)
             if block not in self.linear
         }
-        return logits[0, -1], found
+        if len(request.ends) < 2:
+            request.produced.append(int(logits[0, -1].argmax()))
 
     def _replay(self, prefix: Prefix, window: int) -> Sequence[torch.Tensor]:
         tokens = torch.from_numpy(prefix.tokens.astype(np.int64))[None]

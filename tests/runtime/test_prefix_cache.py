@@ -9,9 +9,10 @@ import pytest
 
 from hybridstate.errors import UsageError
 from hybridstate.runtime.admission import Admission, Pools
+from hybridstate.runtime.eviction import eviction_order
 from hybridstate.runtime.prefix_cache import Lease, PrefixCache
 from hybridstate.runtime.radix import RadixTree, Tokens
-from hybridstate.runtime.tiers import CountingStore
+from hybridstate.runtime.tiers import CachedState, CountingStore, Tier
 from tests.runtime.cache_stress import FakeStore, Stress
 
 END_ONLY = Admission(prompt=(), junctions=False, shortest=1)
@@ -288,6 +289,21 @@ def test_cost_aware_order_counts_from_the_nearest_cached_ancestor() -> None:
     for number in (2, 3):
         run(cache, prompt(number, 20))
     assert tiers_of(cache, [whole, whole[:85], prompt(2, 20)]) == [None, "dense", "dense"]
+
+
+def test_cost_aware_order_prices_a_demoted_state_by_its_new_slot() -> None:
+    tree, order = RadixTree(), eviction_order("cost", native_bytes=4, packed_bytes=1)
+    short, long = (
+        CachedState(tree.insert(prompt(number, length)), Tier.DENSE)
+        for number, length in ((1, 20), (2, 40))
+    )
+    for state in (short, long):
+        state.node.state = state
+        order.add(state)
+    assert order.victim(lambda _: True) is short, "5 tokens per byte, not 10"
+    short.tier = Tier.DEMOTING
+    order.demoted(short)
+    assert order.victim(lambda _: True) is long, "10 tokens per byte, not 20"
 
 
 def test_leaf_order_keeps_the_stem() -> None:

@@ -29,3 +29,6 @@ def test_random_operations_lose_no_slot(arm: str, delayed: bool) -> None:
     stress.drain()
     assert stress.done["finish"] > 100
     assert stress.done["abort"] > 30
+    assert stress.cache.counters.skipped_nonfinite > 0
+    late = delayed and ARMS[arm].packed > 0
+    assert (stress.while_moving > 0) == late, "hits on states being demoted"
