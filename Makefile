@@ -22,8 +22,8 @@ install: $(STAMP) ## the environment alone
 demo: $(STAMP) ## the whole path on both embedded models, into ./demo
 	@bash scripts/demo.sh
 
-test: $(STAMP) ## all tests that this machine can run, in two processes
-	@$(BIN)/python -m pytest -p tests.two_ends
+test: $(STAMP) ## all tests that this machine can run, on up to four cores
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 test-triton: $(STAMP) ## compile the kernels with every supported Triton from PyPI (needs the network, 2 GB in build/)
 	@$(BIN)/python tests/kernels/triton_versions/record.py
