@@ -1,6 +1,7 @@
 """Fixtures for the whole suite: threads, GPU marker, tiny checkpoints, poisoned allocations."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Workers of pytest-xdist have the terminal's width, whoever looks: tables are as wide as in a pipe.
+os.environ.pop("COLUMNS", None)
 
 import pytest
 import torch
@@ -105,3 +108,11 @@ def poisoned_empty(request: pytest.FixtureRequest) -> Iterator[None]:
 def rng_seed() -> int:
     """The seed of a test's generator; one place to change it when hunting a lucky draw."""
     return 20261130
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    """No layer is announced to the dispatcher of `trajectories.recurrence` once a test has ended."""
+    yield
+    recurrence = sys.modules.get("hybridstate.trajectories.recurrence")
+    assert recurrence is None or not recurrence._RUNNING
