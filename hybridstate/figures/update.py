@@ -1,4 +1,4 @@
-"""Picture of `bench update`: latency of one step against the batch by state format, with the floor of its bytes."""
+"""Picture of `bench update`: one step against the batch by state format, with the floor of its bytes, and over FP32."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +13,8 @@ _STATES: Final = {
     "damp": ("DAMP, every step", COLOURS[0], "D"),
     "damp-scaled": ("DAMP with a value scale", COLOURS[0], "x"),
 }
+_ONE_LINE: Final = "damp-scaled"
+"""In the CSV alone: the same line as DAMP's to the eye."""
 _RING_COLOURS: Final = (COLOURS[2], COLOURS[3], COLOURS[5])
 _PHASES: Final = "mixed"
 _LAYERS: Final = ("qwen3-next", "kimi-linear")
@@ -20,7 +22,8 @@ _LAYERS: Final = ("qwen3-next", "kimi-linear")
 
 
 def update_figure(result: Mapping[str, Any], folder: Path) -> None:
-    """One panel per layer: measured medians with 10th to 90th percentile, and dotted the least time of their bytes.
+    """Two panels per layer: measured medians with 10th to 90th percentile, and dotted the least time of their bytes;
+    below, how many times faster than FP32 the medians are.
 
     The floor is a step's bytes over the fastest in-place pass of the same run.
 
@@ -32,11 +35,19 @@ def update_figure(result: Mapping[str, Any], folder: Path) -> None:
     names = [name for name in _LAYERS if name in names] or names
     fastest = 1e9 * max(row["pass_gb_per_s"] for row in result["rows"])
     rows: list[tuple[object, ...]] = []
-    figure = new_figure(4.6 * len(names), 3.6)
-    panels = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
-    for axes, name in zip(panels, names, strict=True):
+    figure = new_figure(4.6 * len(names), 6.4)
+    panels, ratios = figure.subplots(2, len(names), squeeze=False, sharey="row")
+    for axes, below, name in zip(panels, ratios, names, strict=True):
         shown = sorted({row["batch"] for row in result["rows"] if row["dims"]["name"] == name})
-        for label, colour, marker, line in _lines(result, name):
+        lines = _lines(result, name)
+        slowest = {
+            row["batch"]: row["step_s"]["median"]
+            for *_, line in lines
+            for row in line
+            if row["state"] == "fp32"
+        }
+        below.set_visible(bool(slowest))
+        for label, colour, marker, line in lines:
             batches = [row["batch"] for row in line]
             seconds = [row["step_s"] for row in line]
             floors = [_bytes(row) / fastest for row in line]
@@ -45,11 +56,19 @@ def update_figure(result: Mapping[str, Any], folder: Path) -> None:
                 [m - 1e6 * s["p10"] for m, s in zip(middle, seconds, strict=True)],
                 [1e6 * s["p90"] - m for m, s in zip(middle, seconds, strict=True)],
             ]
-            axes.errorbar(
-                batches, middle, yerr=spread, fmt=f"{marker}-", markersize=3.5, linewidth=1.1,
-                capsize=2, color=colour, label=label,
-            )  # fmt: skip
-            axes.plot(batches, [1e6 * f for f in floors], ":", linewidth=1.0, color=colour)
+            if line[0]["state"] != _ONE_LINE:
+                axes.errorbar(
+                    batches, middle, yerr=spread, fmt=f"{marker}-", markersize=3.5, linewidth=1.1,
+                    capsize=2, color=colour, label=label,
+                )  # fmt: skip
+                axes.plot(batches, [1e6 * f for f in floors], ":", linewidth=1.0, color=colour)
+                both = [b for b in batches if b in slowest]
+                faster = [
+                    1e6 * slowest[b] / m
+                    for b, m in zip(batches, middle, strict=True)
+                    if b in slowest
+                ]
+                below.plot(both, faster, f"{marker}-", markersize=3.5, linewidth=1.1, color=colour)
             rows += [
                 (
                     name,
@@ -61,14 +80,17 @@ def update_figure(result: Mapping[str, Any], folder: Path) -> None:
                 )
                 for row, s, floor in zip(line, seconds, floors, strict=True)
             ]
-        axes.set_xscale("log", base=2)
+        for part in (axes, below):
+            part.set_xscale("log", base=2)
+            part.set_xticks(shown, [str(b) for b in shown], fontsize=7)
+            part.grid(axis="y", linewidth=0.4, alpha=0.6)
+            part.spines[["top", "right"]].set_visible(False)
         axes.set_yscale("log")
-        axes.set_xticks(shown, [str(b) for b in shown], fontsize=7)
-        axes.set_xlabel("batch")
         axes.set_title(f"layer of {name}", fontsize=9)
-        axes.grid(axis="y", linewidth=0.4, alpha=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
+        below.set_ylim(bottom=0)
+        below.set_xlabel("batch")
     panels[0].set_ylabel("µs a step (dotted: its bytes)", fontsize=8)
+    ratios[0].set_ylabel("times faster than FP32", fontsize=8)
     figure.suptitle(
         f"one update of the recurrent state, {result['device']['name']}, synthetic inputs",
         fontsize=10,
