@@ -254,7 +254,7 @@ def _against_time(result: Result, model: str, folder: Path, found: Sequence[Grou
         _tidy(lower)
     _upper_panels(result, panels[0], found)
     figure.suptitle(
-        f"{model}: answers against time of one request (median, p10 to p90); numbers are $W_{{max}}$",
+        f"{model}: answers against time of one request (median, p10 to p90); numbers in the lower row are $W_{{max}}$",
         fontsize=10,
         x=0.01,
         ha="left",
