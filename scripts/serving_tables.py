@@ -5,7 +5,7 @@ benchmarks/cache-stress.json (scripts/cache_stress.py). A block without a source
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pictures
@@ -36,7 +36,17 @@ def operating(result: Result) -> str:
         found.sort(key=lambda p: -p["limit"])
         dense = {p["limit"]: p for p in found if p["arm"] == "dense"}
         rows += [_row(name, p, dense.get(p["limit"])) for p in found]
-    head = ("arm", "on", "running", "native", "compressed", "token hit", "mean TTFT", "P95", "TPOT")
+    head = (
+        "arm",
+        "on",
+        "running",
+        "native",
+        "compressed",
+        "token hit",
+        "mean TTFT",
+        "P95 TTFT",
+        "TPOT",
+    )
     return tables.markdown((*head, "mean E2E", "TTFT against dense", "seeds"), rows)
 
 
@@ -70,7 +80,9 @@ def spread(point: Result, dense: Result | None) -> str:
 
 
 def sweep(result: Result) -> str:
-    """Mean TTFT and token hit rate of every arm at every working set, at the first limit; (n) where n seeds ran."""
+    """Mean TTFT, its change against dense and token hit rate of every arm at every working set, at the first limit;
+    (n) where n seeds ran.
+    """
     limit = result["points"][0]["limit"]
     points = [p for p in result["points"] if p["limit"] == limit]
     ratios = sorted({p["ratio"] for p in points})
@@ -86,7 +98,9 @@ def sweep(result: Result) -> str:
             mean = point["mean"]
             hit = 100 * mean["hybridstate"]["token_hit_rate"]
             few = f" ({len(point['seeds'])})" if len(point["seeds"]) < result["seeds"] else ""
-            cells.append(f"{mean['mean_ttft_ms'] / 1e3:.3f} s, {hit:.1f} %{few}")
+            change = point.get("against_dense", {}).get("ttft")
+            changed = "" if arm == "dense" or change is None else f", {100 * change:+.1f} %"
+            cells.append(f"{mean['mean_ttft_ms'] / 1e3:.3f} s{changed}, hit {hit:.1f} %{few}")
         rows.append([arm, *cells])
     return tables.markdown(["arm", *(f"ratio {ratio:g}" for ratio in ratios)], rows)
 
@@ -108,16 +122,19 @@ def finding(result: Result) -> str:
     """What the rule chose and what the arms gained there, beside the paper's figure."""
     point = result["operating_point"]
     gains = [(change, arm) for arm, change in changes(result).items()]
+    hit = tables.percent(point["dense_token_hit_rate"])
     text = (
-        f"The rule chose ratio {point['ratio']:g} (dense token hit {tables.percent(point['dense_token_hit_rate'])}; "
-        f"by ratio: {dense_hits(point)})."
+        f"The rule chose ratio {point['ratio']:g} (dense token hit, mean of the seeds: {hit}; by ratio: "
+        f"{dense_hits(point)})."
+        if len(point["dense_token_hit_rates"]) > 1
+        else f"One ratio ran, {point['ratio']:g} (dense token hit {hit})."
     )
     ours = [(change, arm) for change, arm in gains if arm.startswith(("nr", "wr"))]
     if ours:
         best, arm = min(ours)
         text += (
-            f" There `{arm}` changes the mean TTFT by {100 * best:+.1f} %, the best of DASC's arms; DASC reports "
-            f"{100 * PAPER_CUT:.0f} % on its model and trace."
+            f" There `{arm}` changes the mean TTFT by {100 * best:+.1f} %, the best of the arms with a cutoff; "
+            f"DASC reports {100 * PAPER_CUT:.0f} % on its model and trace."
         )
         text += _room(result, arm)
     if gains and min(gains) not in ours:
@@ -142,7 +159,10 @@ def _room(result: Result, arm: str) -> str:
     most = max(map(hit, means.values()))
     if (arm, chosen) not in means or most - hit(means[arm, chosen]) > 0.0005:
         return ""
-    text = f" It hits {tables.percent(most)} of the tokens, as much as any arm at any ratio: hits give no more"
+    text = (
+        f" It hits {tables.percent(most)} of the tokens, as much as any arm at any ratio: more slots would bring no "
+        "more hits"
+    )
     if most - hit(means["dense", chosen]) < 0.0005:
         text += ", and dense states hit as many"
     larger = [ratio for name, ratio in means if name == arm and ratio > chosen]
@@ -176,6 +196,22 @@ def fit(result: Result) -> str:
         f"Cost model fitted on {len(fitted['points']) - len(held)} points: of the {len(held)} others {within} are "
         f"within 15 % in mean TTFT and 3 points in hit rate; largest errors "
         f"{100 * fitted['largest_ttft_error']:.1f} % and {100 * fitted['largest_hit_error']:.1f} points."
+        f"{_of_the_fitted(fitted['points'])}"
+    )
+
+
+def _of_the_fitted(points: Sequence[Result]) -> str:
+    """Errors of the points that a model was fitted on, and how many of all predictions are too long."""
+    used = [row for row in points if row["fitted"] and "arm" in row]
+    if not used:
+        return ""
+    worst = max(used, key=lambda row: abs(row["ttft_error"]))
+    hit = max(abs(row["hit_error"]) for row in used)
+    long = sum(row["ttft_error"] > 0 for row in points)
+    return (
+        f" Of the points that it was fitted on they are {100 * abs(worst['ttft_error']):.1f} % (`{worst['arm']}` at "
+        f"ratio {worst['ratio']:g}) and {100 * hit:.1f} points; {long} of all {len(points)} predicted TTFTs are too "
+        "long."
     )
 
 
@@ -297,10 +333,10 @@ def crowded(result: Result) -> str:
         met, counters = entry["met"], entry["counters"]
         known = f" ({met['broken_known']:,} known already)" if met["broken_known"] else ""
         text = (
-            f"{met['broken']:,} offers of a broken state, {counters['skipped_nonfinite']:,} refused{known}, "
-            f"{met['stopped']:,} requests ended by theirs; {counters['skipped_full']:,} states refused for lack of "
-            f"room; {met['while_moving']:,} hits on a state being demoted, for {met['overtaken']:,} of which the "
-            "transfer ended before the load"
+            f"{met['broken']:,} broken states were offered and {counters['skipped_nonfinite']:,} refused{known}, "
+            f"{met['stopped']:,} requests were ended because their own was; {counters['skipped_full']:,} states were "
+            f"refused for lack of room; {met['while_moving']:,} hits on a state being demoted, for "
+            f"{met['overtaken']:,} of which the transfer ended before the load"
         )
         said.setdefault(text, []).append(f"`{entry['model']}`")
     parts = [

@@ -88,9 +88,15 @@ def test_working_sets_are_drawn_at_the_cutoff_that_is_fastest_at_the_operating_p
             point("nr-64", 2.0, 100.0, 64),
         ]
     }
+    found["points"][4]["seeds"] = [0, 1]
     serving_figures(found, "a model", tmp_path)
     line = next(line for line in drawn[-1].axes[0].lines if line.get_label() == "zeros (NR) 16")
     assert list(line.get_ydata()) == [0.3, 0.39]
+    hollow = [line for line in drawn[-1].axes[0].lines if line.get_markerfacecolor() == "white"]
+    assert [list(line.get_ydata()) for line in hollow] == [[0.5], [0.3, 0.39]]
+    found["points"][2]["mean"]["mean_ttft_ms"] = 301.0  # a tie: the larger cutoff
+    serving_figures(found, "a model", tmp_path)
+    assert "zeros (NR) 64" in [line.get_label() for line in drawn[-1].axes[0].lines]
 
 
 def test_policies_have_a_line_for_dense_and_for_the_arm(

@@ -124,12 +124,12 @@ def test_stress_table_counts_leaks_and_differences() -> None:
     model["met"] = {"while_moving": 1700, "overtaken": 60, "broken": 13, "broken_known": 2}
     model["met"]["stopped"] = 5
     said = serving_tables.crowded({"models": [model]})
-    assert "13 offers of a broken state, 11 refused (2 known already), 5 requests ended" in said
-    assert "0 states refused for lack of room; 1,700 hits" in said
+    assert "13 broken states were offered and 11 refused (2 known already), 5 requests were" in said
+    assert "0 states were refused for lack of room; 1,700 hits" in said
     assert "for 60 of which" in said
     said = serving_tables.crowded({"models": [model, {**model, "model": "other"}]})
-    assert said.count("offers") == 1
-    assert "on `tiny` and on `other` each 13 offers" in said
+    assert said.count("were offered") == 1
+    assert "on `tiny` and on `other` each 13 broken states" in said
     text = serving_tables.stress({"without_tensors": [row], "models": [model]})
     assert "| 1,200 / 8 | 31 |  |  | 1 |" in text
     assert "| 0 / 11 | 1,700 | 1 / 2 / 3 |" in text

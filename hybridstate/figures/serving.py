@@ -31,6 +31,9 @@ KINDS: Final = (
 )
 """Kinds of arms, their labels, colours and lines; those without a marker have no cutoff."""
 
+EQUAL: Final = 1.005
+"""Times that are within half a percent are a tie: the larger cutoff is drawn, which keeps less."""
+
 PLACED: Final = {"off": ("full", 5), "storage": ("none", 9), "hybrid": ("none", 13)}
 """Fill and size of markers by placement: where placements agree, a ring around a dot shows both."""
 
@@ -59,8 +62,16 @@ def serving_figures(result: Result, model: str, folder: Path) -> None:
         _cutoffs(at, f"{title}, ratio {operating:g}, {first} running", folder)
     swept = [p for p in points if p["limit"] == first]
     if len({p["ratio"] for p in swept}) > 1:
-        title = f"{title}, {first} running (grey: the operating point)"
+        title = f"{title}, {first} running (grey: the operating point; each kind's fastest cutoff there{_notes(swept)})"
         _ratios(swept, operating, title, folder)
+
+
+def _notes(points: Sequence[Point]) -> str:
+    """What else a picture of working sets leaves out or marks."""
+    seeds = {len(p["seeds"]) for p in points}
+    parts = [", placement off"] if {p["balance"] for p in points} != {"off"} else []
+    parts += [f"; hollow: fewer than {max(seeds)} seeds"] if len(seeds) > 1 else []
+    return "".join(parts)
 
 
 def _how(result: Result) -> str:
@@ -75,6 +86,7 @@ def _how(result: Result) -> str:
         how,
     ]
     parts += [f"TP {ranks}"] if ranks > 1 else []
+    parts += ["budget of states and KV"] if result.get("budget_scope") == "state+kv" else []
     return ", ".join(parts)
 
 
@@ -169,14 +181,17 @@ def _cutoffs(points: Sequence[Point], title: str, folder: Path) -> None:
 
 def _ratios(points: Sequence[Point], operating: float, title: str, folder: Path) -> None:
     """The same against working set over dense slots, without placement, at the cutoff of each kind that is fastest at
-    the operating point."""
+    the operating point; hollow where fewer seeds ran than elsewhere."""
+    most = max(len(p["seeds"]) for p in points)
     figure, panels = _panels(title)
     for kind, label, colour, style in KINDS:
         same = [p for p in points if p["kind"] == kind and p["balance"] == "off"]
         if not same:
             continue
         there = [p for p in same if p["ratio"] == operating] or same
-        cutoff = min(there, key=lambda p: _value(p, "ttft_s"))["w_max"]
+        fastest = min(_value(p, "ttft_s") for p in there)
+        close = [p for p in there if _value(p, "ttft_s") <= EQUAL * fastest]
+        cutoff = max((p["w_max"] for p in close if p["w_max"] is not None), default=None)
         found = sorted((p for p in same if p["w_max"] == cutoff), key=lambda p: p["ratio"])
         name = label if cutoff is None else f"{label} {cutoff}"
         for axes, (metric, _) in zip(panels, METRICS, strict=True):
@@ -188,6 +203,15 @@ def _ratios(points: Sequence[Point], operating: float, title: str, folder: Path)
                 markersize=4,
                 linewidth=1,
                 label=name,
+            )
+            few = [p for p in found if len(p["seeds"]) < most]
+            axes.plot(
+                [p["ratio"] for p in few],
+                [_value(p, metric) for p in few],
+                style[0] if style[0] != "-" else "s",
+                color=COLOURS[colour],
+                markerfacecolor="white",
+                markersize=4,
             )
     for axes in panels:
         axes.axvline(operating, color="#BDBDBD", linewidth=0.8, zorder=0)
