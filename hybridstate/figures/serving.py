@@ -1,6 +1,7 @@
 """Pictures of `bench serve` and `bench simulate`: latencies and hit rates against the cutoff and the working set."""
 
 from collections.abc import Mapping, Sequence
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -34,6 +35,9 @@ KINDS: Final = (
 EQUAL: Final = 1.005
 """Times that are within half a percent are a tie: the larger cutoff is drawn, which keeps less."""
 
+LEGEND: Final = 6
+"""Entries of a legend's row, at most."""
+
 PLACED: Final = {"off": ("full", 5), "storage": ("none", 9), "hybrid": ("none", 13)}
 """Fill and size of markers by placement: where placements agree, a ring around a dot shows both."""
 
@@ -62,7 +66,7 @@ def serving_figures(result: Result, model: str, folder: Path) -> None:
         _cutoffs(at, f"{title}, ratio {operating:g}, {first} running", folder)
     swept = [p for p in points if p["limit"] == first]
     if len({p["ratio"] for p in swept}) > 1:
-        title = f"{title}, {first} running (grey: the operating point; each kind's fastest cutoff there{_notes(swept)})"
+        title += f", {first} running\n(grey: the operating point; each kind's fastest cutoff there{_notes(swept)})"
         _ratios(swept, operating, title, folder)
 
 
@@ -137,7 +141,10 @@ def _finish(
         axes.set_ylim(0, 1.04 * axes.get_ylim()[1])
     panels[-1].set_ylim(0, max(1.04, panels[-1].get_ylim()[1]))
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=7, frameon=False)
+    columns = ceil(len(labels) / ceil(len(labels) / LEGEND))
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=columns, fontsize=7, frameon=False
+    )
     save_figure(figure, path, header, rows)
 
 
