@@ -49,7 +49,8 @@ def decode(
         typer.Option(
             "--dummy",
             help="SYNTHETIC weights of MODEL's dimensions, made on the device: MODEL is a folder with "
-            "config.json, Qwen3.6-35B-A3B or Kimi-Linear-48B-A3B. Adds time by component and bytes.",
+            "config.json, Qwen3.6-35B-A3B or Kimi-Linear-48B-A3B. The result also has time by component "
+            "and the bytes of a step.",
         ),
     ] = False,
     device: Device = "auto",
@@ -58,7 +59,7 @@ def decode(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Decode batches with the state in our pool: FP32 and packed by default.
+    """Decode batches with the state in the package's pool: FP32 and packed by default.
 
     Logits are first compared with a simulation of each format. Between two tokens only the pool
     holds the states. On a CPU the reference runs, and its times say nothing about a GPU.

@@ -19,7 +19,7 @@ States = Annotated[
     typer.Option(
         "--state",
         metavar="FORMAT",
-        help="fp32, bf16, fp16 or damp; repeatable.",
+        help="fp32, bf16, fp16 or damp; repeatable. [default: fp32, damp]",
         show_default=False,
     ),
 ]

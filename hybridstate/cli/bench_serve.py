@@ -60,7 +60,7 @@ def serve(
         typer.Option(
             "--scale",
             metavar="X",
-            help="Lengths of the trace over the published ones. [default: 1, 1/2 ... as the model's positions allow]",
+            help="Lengths as a share of the published ones. [default: 1, 1/2 ... as the model's positions allow]",
             show_default=False,
         ),
     ] = None,
@@ -80,7 +80,8 @@ def serve(
     fit: Annotated[
         bool,
         typer.Option(
-            "--fit", help="Fit the cost model on half of the points and predict the others."
+            "--fit",
+            help="Fit `bench simulate`'s cost model on half of the points and predict the others.",
         ),
     ] = False,
     workers: Annotated[
@@ -118,9 +119,14 @@ def serve(
 ) -> None:
     """Conversations through the two-tier prefix cache on the real engine, every arm in the same bytes.
 
-    Generated replies are fed back. The dense arm runs first and its token hit rate chooses the operating
-    point; every point is reported. With -o FILE.json the points so far are in FILE.partial.json. With --tp,
-    one process and GPU per rank serve together; hybrid placements are only simulated.
+    Generated replies are fed back. The dense arm runs first. The operating point is the working set at which
+    its first seed hits closest to half of the tokens; every point is reported. With -o FILE.json the points so
+    far are in FILE.partial.json. With --tp, one process and GPU per rank serve together; hybrid placements are
+    only simulated.
+
+    Arms: dense is the baseline. nr and wr store a part of each state, and on a hit put zeros for the rest or
+    replay a window. int8 stores every value in 8 bits. bf16 and damp hold live and stored states in fewer
+    bits. A sum (nr+int8) is both.
     """
     with command("bench serve", model=model, json=json, quiet=quiet) as out:
         check_device(device)

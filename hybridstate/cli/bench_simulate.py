@@ -33,7 +33,7 @@ def simulate(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]",
+            metavar="MODEL",
             help="Model whose sizes and horizons count. [default: synthetic horizons with Kimi-Linear's sizes]",
             show_default=False,
         ),
@@ -44,7 +44,7 @@ def simulate(
     scale: Annotated[
         float,
         typer.Option(
-            "--scale", metavar="X", help="Lengths of the trace over the published ones, at most 1."
+            "--scale", metavar="X", help="Lengths as a share of the published ones, at most 1."
         ),
     ] = 1.0,
     arm: ArmNames = None,
@@ -103,8 +103,13 @@ def simulate(
 ) -> None:
     """Conversations through the two-tier prefix cache at equal bytes, without tensors.
 
-    The cache is the one that engines run; seconds come from a cost model. The dense arm runs first and its
-    token hit rate chooses the operating point; every point is reported.
+    The cache is the one that engines run; seconds come from a cost model. The dense arm runs first. The
+    operating point is the working set at which its first seed hits closest to half of the tokens; every point
+    is reported.
+
+    Arms: dense is the baseline. nr and wr store a part of each state, and on a hit put zeros for the rest or
+    replay a window. int8 stores every value in 8 bits. bf16 and damp hold live and stored states in fewer
+    bits. A sum (nr+int8) is both.
     """
     with command("bench simulate", model=model, json=json, quiet=quiet) as out:
         check_output(output, force=force)

@@ -151,8 +151,10 @@ def _embedded() -> list[dict[str, Any]]:
 def _show(
     output: Output, versions: dict[str, Any], device: dict[str, Any], models: list[dict[str, Any]]
 ) -> None:
-    output.table("versions", ("package", "found"), [(k, _text(v)) for k, v in versions.items()])
+    output.table("versions", ("package", "found"), [(k, _found(k, v)) for k, v in versions.items()])
     kernels = device["kernels"] or f"unknown ({device['torch']})"
+    if kernels == "reference":
+        kernels = "none, the torch reference runs"
     if device["gpus"]:
         output.table(
             f"GPUs (CUDA {device['cuda']}, decode kernels: {kernels})",
@@ -168,7 +170,8 @@ def _show(
         )
     else:
         output.text("")
-        output.text(f"no GPU: calibrate and bench run on the CPU, decode kernels: {kernels}")
+        output.text("no GPU: calibrate and bench run on the CPU")
+        output.text(f"decode kernels: {kernels}")
     if device["kernel_dims"]:
         output.table(
             "decode kernels of the packed state",
@@ -181,7 +184,9 @@ def _show(
                 )
                 for d in device["kernel_dims"]
             ],
-            note=_kernel_note(device["kernels"], device["kernels_reason"]),
+            note=_kernel_note(
+                device["kernels"], device["kernels_reason"], gpu=bool(device["gpus"])
+            ),
         )
         output.table(
             "prefill of 128 x 128 states",
@@ -195,12 +200,24 @@ def _show(
     )
 
 
-def _kernel_note(chosen: str, reason: str) -> str:
+def _kernel_note(chosen: str, reason: str, *, gpu: bool) -> str:
     """What runs here at 128 x 128, and that it does so instead of the kernel that would fit."""
     if chosen == "reference":
-        return f"the table is of a GPU that takes both; here no kernel runs, at any size ({reason})"
+        table = "the table is for a GPU with both kernels; on this"
+        return (
+            f"{table} GPU the reference runs ({reason})"
+            if gpu
+            else f"{table} CPU the reference runs"
+        )
     found = f"chosen here for 128 x 128: {reason}"
     return found if chosen == "gluon" else f"{found}; {chosen} runs instead of the matrix kernel"
+
+
+def _found(name: str, value: object) -> str:
+    """A version; fla is optional: transformers and `bench update` use it where it is."""
+    if value is None and name in ("fla_core", "flash_linear_attention"):
+        return "not installed (optional)"
+    return _text(value)
 
 
 def _text(value: object) -> str:

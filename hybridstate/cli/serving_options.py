@@ -23,7 +23,7 @@ TraceFile = Annotated[
     ),
 ]
 Conversations = Annotated[
-    int, typer.Option("--conversations", metavar="N", help="Conversations, at most.")
+    int, typer.Option("--conversations", metavar="N", help="Conversations in the trace, at most.")
 ]
 ArmNames = Annotated[
     list[str] | None,
@@ -58,16 +58,30 @@ RunningLimits = Annotated[
     typer.Option(
         "--limit",
         metavar="N",
-        help="Running requests at once, repeatable: the first at every ratio. [default: 32, 16, 8]",
+        help="Running requests at once, repeatable: the first runs at every ratio, the others at the "
+        "operating point. [default: 32, 16, 8]",
         show_default=False,
     ),
 ]
 Clients = Annotated[int, typer.Option("--clients", metavar="N", help="Conversations at once.")]
 Think = Annotated[
-    float, typer.Option("--think", metavar="S", help="Mean seconds before a client's next turn.")
+    float,
+    typer.Option(
+        "--think",
+        metavar="S",
+        help="Mean seconds before a client's next turn. 0 is the worst case of LRU.",
+    ),
 ]
 Seeds = Annotated[int, typer.Option("--seeds", metavar="N", help="Orders of the conversations.")]
-Policy = Annotated[str, typer.Option("--policy", metavar="NAME", help="lru, leaf-lru or cost.")]
+Policy = Annotated[
+    str,
+    typer.Option(
+        "--policy",
+        metavar="NAME",
+        help="What is evicted: lru, leaf-lru (prefixes that none extends first) or cost (fewest tokens "
+        "saved per byte).",
+    ),
+]
 Every = Annotated[
     int, typer.Option("--every", metavar="N", help="Also keep a state every N prompt tokens.")
 ]

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from hybridstate.cli import doctor
 from hybridstate.cli.main import app
+from hybridstate.provenance import environment
 
 TOKEN = "hf_" + "z" * 30
 
@@ -47,11 +49,32 @@ def test_doctor_says_which_kernel_fits_each_size_and_why() -> None:
     assert dims[192, 128]["matrix_kernel"]
     assert dims[128, 96]["matrix_kernel"]
     if device["kernels"] == "reference":
-        assert "here no kernel runs, at any size (reference: no kernel runs on cpu)" in text
+        here = f"GPU the reference runs ({device['kernels_reason']})"
+        here = here if device["gpus"] else "CPU the reference runs"
+        assert f"the table is for a GPU with both kernels; on this {here}\n" in text
+        assert "decode kernels: none, the torch reference runs" in text
 
 
 def test_doctor_names_what_runs_instead_of_the_matrix_kernel() -> None:
     note = doctor._kernel_note
-    assert note("gluon", "tests passed") == "chosen here for 128 x 128: tests passed"
-    assert note("triton", "no Gluon").endswith("triton runs instead of the matrix kernel")
-    assert note("reference", "reference: no Triton").startswith("the table is of a GPU that takes")
+    assert note("gluon", "tests passed", gpu=True) == "chosen here for 128 x 128: tests passed"
+    assert note("triton", "no Gluon", gpu=True).endswith("triton runs instead of the matrix kernel")
+    table = "the table is for a GPU with both kernels; on this"
+    reason = "gluon: no Triton; reference: what is left"
+    assert note("reference", reason, gpu=True) == f"{table} GPU the reference runs ({reason})"
+    assert note("reference", "not on cpu", gpu=False) == f"{table} CPU the reference runs"
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="names of GPUs and of drivers have any length"
+)
+def test_doctor_stays_within_80_columns_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/tmp/c")
+    monkeypatch.delenv("COLUMNS", raising=False)
+    text = CliRunner().invoke(app, ["doctor"]).stdout
+    assert [line for line in text.splitlines() if len(line) > 80] == []
+    for name in ("fla_core", "flash_linear_attention"):
+        found = next(
+            line.split(maxsplit=1)[1] for line in text.splitlines() if line.startswith(name)
+        )
+        assert found == (environment()[name] or "not installed (optional)")
