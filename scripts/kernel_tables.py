@@ -263,7 +263,7 @@ def counted(result: Result) -> str:
         ]
         for row in result["rows"]
     ]
-    return markdown(["kernel", "batch", "counted MB", "model MB", ""], rows)
+    return markdown(["kernel", "batch", "counted MB", "model MB", "counted over model"], rows)
 
 
 TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {

@@ -10,7 +10,7 @@ from calibration_tables import paper
 from recordings import recorded
 from tables import Result, markdown, milliseconds, percent, times
 
-from hybridstate.figures.decode import UNIFORM_ROUTING, uniform_routing
+from hybridstate.figures.decode import older_kernels, uniform_routing
 
 STAGES = {
     "load": "weights made on the GPU",
@@ -133,8 +133,12 @@ def decode(result: Result) -> str:
             ]
             for saving in sorted(result["savings"], key=lambda saving: saving["batch"])
         ]
-        head = ["batch", "saved by DAMP", "by the updates alone", "of them arrives", "cut of bytes"]
-        head += [
+        head = [
+            "batch",
+            "saved by DAMP",
+            "by the updates alone",
+            "saved step time over saved update time",
+            "cut of bytes",
             "cut of TPOT",
             "cut in the paper",
             "update's share of an FP32 step",
@@ -150,18 +154,19 @@ def _decode_note(result: Result) -> str:
         "Weights are synthetic, so times count and answers do not. *Its bytes alone*: what a step moves, at the "
         "bandwidth of an in-place pass"
     )
-    if uniform_routing(result["rows"]):
-        note += (
-            f" ({UNIFORM_ROUTING}, so a step can take less time, and *cut of bytes*, a share of too many, is too "
-            "small a cut)"
-        )
-    elif any(row.get("experts_used") for row in result["rows"]):
+    uniform = uniform_routing(result["rows"])
+    if not uniform and any(row.get("experts_used") for row in result["rows"]):
         note += " (experts that the timed steps used, counted at each)"
     note += (
         "; *state's share*: of those bytes. Components come from one profiled step"
-        f"{_same_token(result)}; *between kernels* is what they lack of the median step, and *update's share* the time "
-        "of the recurrent update in it."
+        f"{_same_token(result)}; *between kernels*: the median step less the sum of the others, and *update's share*: "
+        "the time of the recurrent update over that step."
     )
+    if uniform:
+        note += (
+            " Bytes of experts are those of uniform routing. The synthetic routers may use fewer experts, so a step "
+            "can take less time than *its bytes alone*, and the true cut of bytes is then larger than *cut of bytes*."
+        )
     if any(saving["paper_tpot_cut"] for saving in result["savings"]):
         note += " The paper measured the trained model at batch 256 on another server."
     if result.get("stopped"):
@@ -193,10 +198,11 @@ def _experts(used: Result | None) -> str:
 
 def _slower_kernels(result: Result) -> str:
     """Of a run whose 16-bit states lay in tiles: what the matrix order, which the engine has since, takes; or ""."""
+    states = older_kernels(result["rows"])
     old = {
         row["state"]: row
         for row in sorted(result["rows"], key=lambda row: row["batch"])
-        if row["state"] in ("bf16", "fp16") and row.get("layout_id", "").startswith("tiles")
+        if row["state"] in states
     }
     if not old:
         return ""

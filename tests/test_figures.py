@@ -1,14 +1,35 @@
-"""Figures of `analyze`: the same bytes every time, and the numbers behind them."""
+"""Figures of `analyze`: the same bytes every time, and the numbers behind them; what those of `bench decode` say."""
 
 import csv
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from hybridstate import api
-from hybridstate.figures import analysis_figures, figure_names, style
+from hybridstate.bench.components import COMPONENTS
+from hybridstate.figures import analysis_figures, decode_figures, figure_names, style
 from hybridstate.plan.retention import retention_map
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, "Figure"]:
+    """Every figure that the test saves, by the stem of its file."""
+    from matplotlib.figure import Figure
+
+    found: dict[str, Figure] = {}
+    save = Figure.savefig
+
+    def kept(figure: Figure, path: Path, **options: object) -> None:
+        found[path.stem] = figure
+        save(figure, path, **options)
+
+    monkeypatch.setattr(Figure, "savefig", kept)
+    return found
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -107,21 +128,11 @@ def test_capacity_is_drawn_where_a_checkpoint_takes_no_bytes(
 
 @pytest.mark.parametrize("model", ["tiny_gdn", "tiny_kda"])
 def test_no_title_or_legend_is_cut_off_or_covers_a_curve(
-    tmp_path: Path, model: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: str, request: pytest.FixtureRequest, drawn: dict[str, "Figure"]
 ) -> None:
     """One cutoff gives the narrowest pictures; the name is as long as those of released models."""
     from dataclasses import replace
 
-    from matplotlib.figure import Figure
-
-    drawn: dict[str, Figure] = {}
-    save = Figure.savefig
-
-    def kept(figure: Figure, path: Path, **options: object) -> None:
-        drawn[path.stem] = figure
-        save(figure, path, **options)
-
-    monkeypatch.setattr(Figure, "savefig", kept)
     analysis = api.analyze(request.getfixturevalue(model), w_max=(64,), tp=2, balance="hybrid")
     long = replace(analysis.source, name="NVIDIA-Nemotron-3-Super-120B-A12B")
     analysis_figures(replace(analysis, source=long), tmp_path)
@@ -169,3 +180,50 @@ def test_decay_and_maps_cover_every_unit(tmp_path: Path, tiny_gdn: Path) -> None
     assert len(maps) == units
     found = [float(r["horizon_tokens"]) for r in maps]
     np.testing.assert_allclose(found, np.concatenate(analysis.horizons), rtol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("order", "backend", "older"),
+    [
+        ("tiles8", "gluon", True),
+        ("tiles8", "triton", False),  # without matrix instructions the engine still takes tiles
+        ("mma16816-columns128", "gluon", False),
+    ],
+)
+def test_pictures_of_decode_steps_say_what_they_draw_and_which_kernels_ran(
+    tmp_path: Path, drawn: dict[str, "Figure"], order: str, backend: str, older: bool
+) -> None:
+    step: dict[str, Any] = {"batch": 256, "bytes_s": 0.011}
+    step["components"] = {name: {"s": 0.001, "launches": 1} for name in COMPONENTS}
+    layouts = {
+        "fp32": "tiles8-k128-v128-float32",
+        "damp": "mma16816-columns128-k128-v128-f16x16-i8g32-f32scale",
+        "bf16": f"{order}-k128-v128-bfloat16",
+    }
+    steps = [
+        step | {"state": state, "layout_id": layout, "backend": backend}
+        for state, layout in layouts.items()
+    ]
+    result = {
+        "model": "Kimi-Linear-48B-A3B (synthetic weights)",
+        "device": {"name": "NVIDIA H200"},
+        "protocol": {"input_tokens": 256, "output_tokens": 64},
+        "rows": steps,
+        "speedups": [{"state": s, "batch": 256, "fp32_over_this": 1.25} for s in ("damp", "bf16")],
+    }
+    assert decode_figures(result, tmp_path) == ("tpot", "components")
+    tpot, parts = (drawn[name].axes[0] for name in ("tpot", "components"))
+    titles = [axes.get_title(loc="left") for axes in (tpot, parts)]
+    assert titles[0].startswith("cut of the time per output token against FP32,\nKimi-Linear")
+    assert titles[1].startswith("a decode step by component")
+    assert ("(bf16: older kernels)" in titles[1]) == older
+    assert tpot.get_legend_handles_labels()[1] == [
+        "damp",
+        "bf16, older kernels" if older else "bf16",
+    ]
+    assert [row["note"] for row in rows(tmp_path / "tpot.csv")] == ["", "older kernels" * older]
+    for name, axes in (("tpot", tpot), ("components", parts)):
+        drawn[name].draw_without_rendering()
+        box = axes._left_title.get_window_extent()  # type: ignore[attr-defined]
+        assert box.x1 <= drawn[name].bbox.x1, name
+        assert box.y1 <= drawn[name].bbox.y1, name

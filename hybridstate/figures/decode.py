@@ -20,6 +20,21 @@ def uniform_routing(rows: Sequence[Mapping[str, Any]]) -> bool:
     )
 
 
+def older_kernels(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """16-bit formats whose states lay in tiles beside packed ones in matrix order, which since then both have.
+
+    Where no row ran on matrix instructions, tiles are what the engine still takes.
+    """
+    if all(row.get("backend") != "gluon" for row in rows):
+        return ()
+    found = (
+        row["state"]
+        for row in rows
+        if row["state"] in ("bf16", "fp16") and row.get("layout_id", "").startswith("tiles")
+    )
+    return tuple(dict.fromkeys(found))
+
+
 def decode_figures(result: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
     """Draw what the document of `bench decode` holds into an existing folder; returns the names of the figures."""
     names = []
@@ -43,14 +58,17 @@ def tpot_figure(result: Mapping[str, Any], folder: Path) -> None:
     axes = figure.subplots()
     rows: list[tuple[object, ...]] = []
     states = list(dict.fromkeys(entry["state"] for entry in result["speedups"]))
+    older = older_kernels(result["rows"])
     for state, colour in zip(states, COLOURS, strict=False):
         points = sorted(
             (entry["batch"], 100 * (1 - 1 / entry["fp32_over_this"]))
             for entry in result["speedups"]
             if entry["state"] == state
         )
-        axes.plot(*zip(*points, strict=True), "o-", color=colour, label=state)
-        rows += [(state, batch, digits(cut), "") for batch, cut in points]
+        kernels = "older kernels" if state in older else ""
+        label = f"{state}, {kernels}" if kernels else state
+        axes.plot(*zip(*points, strict=True), "o-", color=colour, label=label)
+        rows += [(state, batch, digits(cut), kernels) for batch, cut in points]
     allowed = sorted((s["batch"], 100 * s["cut_by_bytes"]) for s in result.get("savings", ()))
     if allowed:
         note = UNIFORM_ROUTING if uniform_routing(result["rows"]) else ""
@@ -73,7 +91,9 @@ def tpot_figure(result: Mapping[str, Any], folder: Path) -> None:
     axes.set_ylabel("cut of TPOT against FP32 in %")
     axes.legend(fontsize=8, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(_title(result), fontsize=9, loc="left")
+    axes.set_title(
+        f"cut of the time per output token against FP32,\n{_title(result)}", fontsize=9, loc="left"
+    )
     save_figure(figure, folder / "tpot", ("state", "batch", "tpot_cut_percent", "note"), rows)
 
 
@@ -115,7 +135,9 @@ def components_figure(result: Mapping[str, Any], folder: Path) -> None:
     axes.set_ylabel("ms a step")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(_title(result), fontsize=9, loc="left")
+    older = " and ".join(older_kernels(timed))
+    subject = "a decode step by component" + f" ({older}: older kernels)" * bool(older)
+    axes.set_title(f"{subject},\n{_title(result)}", fontsize=9, loc="left")
     save_figure(figure, folder / "components", ("batch", "state", "component", "ms"), rows)
 
 

@@ -90,7 +90,7 @@ def update_figure(result: Mapping[str, Any], folder: Path) -> None:
         below.set_ylim(bottom=0)
         below.set_xlabel("batch")
     panels[0].set_ylabel("µs a step (dotted: its bytes)", fontsize=8)
-    ratios[0].set_ylabel("times faster than FP32", fontsize=8)
+    ratios[0].set_ylabel("FP32 (ours, in place) over this", fontsize=8)
     figure.suptitle(
         f"one update of the recurrent state, {result['device']['name']}, synthetic inputs",
         fontsize=10,
