@@ -21,26 +21,34 @@ share=$((gpus / ${#models[@]}))
 [ "$share" -ge 1 ] || share=$gpus
 export OMP_NUM_THREADS=2
 mkdir -p "$results"
+[ "$gpus" -ge 1 ] || { echo "no GPU here"; exit 3; }
+failed=$results/.failed
+rm -f "$failed"
 for file in "$earlier"/serve-*.json; do
-  [ -n "$earlier" ] && [ -f "$file" ] && cp "$file" "$results/"
+  name=$(basename "$file" .json)
+  [ -n "$earlier" ] && [ -f "$file" ] && ! ls "$results/${name%.partial}".*json > /dev/null 2>&1 && cp "$file" "$results/"
 done
 
 left() { echo $((seconds - (SECONDS - started))); }
 
-# serve NAME GPUS MODEL OPTIONS: goes on from NAME.json where it is there, or from what a run that was cut off left.
+# serve NAME GPUS MODEL OPTIONS: goes on from NAME.json, or from what a run that was cut off left of it, which holds
+# what was known before; NAME.json is replaced when a run has ended.
 serve() {
-  local name=$1 visible=$2 model=$3 resume=() file
+  local name=$1 visible=$2 model=$3 resume=() file status
   shift 3
   [ "$(left)" -lt 45 ] && { echo "$name: no time left"; return; }
   for file in "$results/$name.partial.json" "$results/$name.json"; do
     if [ -f "$file" ]; then
-      mv "$file" "$results/$name-before.json"
+      cp "$file" "$results/$name-before.json"
       resume=(--resume "$results/$name-before.json")
+      break
     fi
   done
   CUDA_VISIBLE_DEVICES=$visible python -m hybridstate bench serve "$model" --w-max "${CUTOFF:-64}" --think "${THINK:-0}" \
     "$@" --deadline "$(left)" --device cuda --force "${resume[@]}" -o "$results/$name.json" >> "$results/$name.log" 2>&1
-  echo "$name on GPUs $visible: exit $?"
+  status=$?
+  echo "$name on GPUs $visible: exit $status"
+  [ "$status" = 0 ] || echo "$name" >> "$failed"
 }
 
 # chosen FILE: the working set that the rule chose there.
@@ -86,10 +94,14 @@ if [[ $parts == *" ranks "* ]] && [ "$gpus" -ge 2 ]; then
     python -m hybridstate bench exchange tiny-kda --tp 2 --w-max 16 --w-max 64 --balance off --balance storage \
       --checkpoints 1 --checkpoints 8 --checkpoints 64 --device cuda --force -o "$results/exchange-tiny-kda.json" \
       > "$results/exchange.log" 2>&1
-    echo "exchange between 2 GPUs: exit $?"
+    status=$?
+    echo "exchange between 2 GPUs: exit $status"
+    [ "$status" = 0 ] || echo exchange >> "$failed"
   fi
 fi
 for log in "$results"/*.log; do
+  [ -f "$log" ] || continue
   echo "== $log"
   tail -n 14 "$log"
 done
+[ ! -f "$failed" ]

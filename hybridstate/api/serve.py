@@ -186,6 +186,10 @@ def bench_serve(
             known=known,
         )
         header |= sweep.header()
+        if (
+            earlier is not None and not control
+        ):  # its control points stay, and what they were served
+            header["control_trace"] = earlier.document.get("control_trace")
         found = sweep.run()
     fitted = None
     measured = [point for point in found["points"] if "skipped" not in point]

@@ -190,10 +190,7 @@ def fit(operations: Operations, source: str) -> CostModel:
     for kind, terms in TERMS.items():
         rows = operations.get(kind, ())
         if kind == "decode":
-            told = [row for row in rows if len(row) == len(terms)]
-            rows = (
-                told if len(told) > len(terms) else [row for row in rows if len(row) < len(terms)]
-            )
+            rows = _decode_rows(rows, len(terms))
         if len(rows) <= len(terms):
             continue
         seconds = np.array([row[-1] for row in rows], float)
@@ -212,6 +209,16 @@ def fit(operations: Operations, source: str) -> CostModel:
     return CostModel(
         f"{source}: fitted {', '.join(fitted) or 'nothing'}{note}", coefficients, errors
     )
+
+
+def _decode_rows(rows: Sequence[Sequence[float]], terms: int) -> list[Sequence[float]]:
+    """Rows with their number of steps, as far as it tells what a call adds from its steps; else rows without."""
+    told = [row for row in rows if len(row) == terms]
+    if len(told) <= terms:
+        return [row for row in rows if len(row) < terms]
+    if len({row[-2] for row in told}) > 1:
+        return told
+    return [[*row[:-2], row[-1]] for row in told]
 
 
 def _least_squares(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hybridstate.bench.serving_arms import Profile
-from hybridstate.bench.serving_points import Key, differing, other_commits
+from hybridstate.bench.serving_points import NOT_BEGUN, Key, differing, other_commits
 from hybridstate.bench.sweep import Options
 from hybridstate.bench.traces import Trace
 from hybridstate.errors import UsageError, reading
@@ -153,7 +153,7 @@ def _other(values: Sequence[Any], ours: Any) -> Any:
 
 
 def earlier(document: Mapping[str, Any], header: Mapping[str, Any]) -> dict[Key, dict[str, Any]]:
-    """Points of a document of the same sweep, for `known`.
+    """Points of a document of the same sweep, for `known`, without those that its deadline came before.
 
     Args:
         document: the earlier result.
@@ -177,4 +177,5 @@ def earlier(document: Mapping[str, Any], header: Mapping[str, Any]) -> dict[Key,
         (p["arm"], p["ratio"], p["limit"], control): {k: p[k] for k in p if k != "left_out"}
         for control, points in ((False, "points"), (True, "control"))
         for p in document[points]
+        if p.get("seeds") or not str(p.get("skipped", "")).endswith(NOT_BEGUN)
     }

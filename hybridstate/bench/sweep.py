@@ -212,6 +212,7 @@ class Sweep:
         self._total = (len(options.ratios) + extra) * (1 + len(self.arms)) * options.seeds
         self._done: dict[Key, set[int]] = {}
         self._late: set[tuple[Key, int]] = set()
+        self._failed: dict[Key, dict[str, Any]] = {}
         self._found: dict[str, Any] = {}
 
     def run(self) -> dict[str, Any]:
@@ -241,6 +242,7 @@ class Sweep:
             "rule": f"dense token hit rate of the first seed closest to {TARGET_HIT:g}, chosen before other arms ran",
         }
         self._known = {**self._known, **{key: p for key, p in begun.items() if _seeds(p)}}
+        self._failed = {key: p for key, p in begun.items() if p.get("failed")}
         points.clear()
         every = (self.dense, *self.arms)
         self._collect([Case(arm, operating, first) for arm in every], points)
@@ -367,8 +369,10 @@ class Sweep:
         self._progress(self._stage, sum(map(len, self._done.values())), self._total)
 
     def _prepare(self, case: Case) -> tuple[dict[str, Any], Pools | None]:
-        """What is known of a point before it runs, and its pools; None where the bytes hold none."""
+        """What is known of a point before it runs, and its pools; None where the bytes hold none, or dense failed."""
         options = self.options
+        if case.key in self._failed:
+            return dict(self._failed[case.key]), None
         slots = max(1, round(options.working_set / case.ratio))
         head: dict[str, Any] = {
             **case.arm.to_json(),

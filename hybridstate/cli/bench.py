@@ -163,7 +163,7 @@ def update(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]",
+            metavar="MODEL",
             help="Model whose layers give the sizes. [default: embedded and released sizes]",
             show_default=False,
         ),

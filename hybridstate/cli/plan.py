@@ -110,7 +110,7 @@ def verify(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]",
+            metavar="MODEL",
             help="Checkpoint to match; left out, the exported checkpoint PLAN lies in.",
             show_default=False,
         ),

@@ -1,8 +1,8 @@
 """Taking over the recurrence of a transformers model.
 
 The modeling files of transformers look up their two recurrence functions by name in their own
-module. `load_model` puts a dispatcher under each name for good: it finds the running layer by
-what `watch` announces and calls whatever `swap` has installed for that model, by default the reference
+module. `load_model` puts a dispatcher under each name for good: it finds the running layer through
+forward hooks and calls whatever `swap` has installed for that model, by default the reference
 maths of `kernels.reference`, on a GPU prompts by the kernels of the same maths. So no optional package is ever
 dispatched to, two models of one family can be loaded side by side, and a replacement sees the same call on every
 transformers version:
@@ -16,7 +16,6 @@ rows, value columns; `None` before the first token) and `ordinal` the position a
 """
 
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -142,22 +141,20 @@ def swap(
 
 
 def watch(module: Any, recurrence: Recurrence, ordinal: int) -> None:
-    """Announce the layer to the dispatcher while it runs, also where an interrupt ends it.
+    """Announce the layer to the dispatcher while it runs; compiled and copied models keep the hooks.
 
-    Hooks of a module are not called for one: they see an `Exception` at most. The place is that of `Module.compile`.
+    Linear layers do not nest, so that a layer which an interrupt left standing ends with the next one. Hooks are not
+    called for an interrupt; the dispatcher forgets the layer where one comes inside a recurrence.
     """
-    itself = weakref.ref(module)  # no cycle: a model is freed with its last user
 
-    def announced(*args: Any, **kwargs: Any) -> Any:
-        running = itself()
-        assert running is not None, "it is being called"
-        _RUNNING.append((recurrence, ordinal))
-        try:
-            return running._call_impl(*args, **kwargs)
-        finally:
-            _RUNNING.pop()
+    def enter(_module: Any, _args: Any) -> None:
+        _RUNNING[:] = [(recurrence, ordinal)]
 
-    module._compiled_call_impl = announced
+    def leave(_module: Any, _args: Any, _output: Any) -> None:
+        _RUNNING.clear()
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)
 
 
 def install(module_name: str, prefill: str, decode: str) -> None:
@@ -194,11 +191,15 @@ def _dispatcher(original: Callable[..., Any], single: bool) -> Callable[..., Any
         if repeat > 1:  # transformers before 5.24 expands the key heads first
             query, key = query[:, :, ::repeat], key[:, :, ::repeat]
         state = kwargs["initial_state"]
-        if single:
-            q, k, v, g, beta = (x[:, 0] for x in (query, key, value, g, beta))
-            o, state = recurrence.decode(ordinal, q, k, v, g, beta, state)
-            return o.unsqueeze(1).to(value.dtype), state
-        o, state = recurrence.prefill(ordinal, query, key, value, g, beta, state)
+        try:
+            if single:
+                q, k, v, g, beta = (x[:, 0] for x in (query, key, value, g, beta))
+                o, state = recurrence.decode(ordinal, q, k, v, g, beta, state)
+                return o.unsqueeze(1).to(value.dtype), state
+            o, state = recurrence.prefill(ordinal, query, key, value, g, beta, state)
+        except BaseException:
+            _RUNNING.clear()
+            raise
         return o.to(value.dtype), state
 
     dispatch.original = original  # type: ignore[attr-defined]

@@ -329,6 +329,10 @@ def test_what_a_decode_call_adds_is_not_a_step_s() -> None:
     # rows that do not tell count only without others
     short = [row[:3] + row[4:] for row in rows]
     assert fit({"decode": [*rows, *short]}, "test").coefficients == fitted.coefficients
+    # nor can calls of one length tell
+    single = fit({"decode": [row for row in rows if row[3] == 1.0]}, "test")
+    assert single.coefficients["decode"][4] == 0.0
+    assert single.seconds("decode", 8, 43e6, 1e4) == pytest.approx(step + call, rel=1e-6)
     old = fit({"decode": short}, "test")
     assert old.coefficients["decode"][4] == 0.0
     assert old.seconds("decode", 8, 43e6, 1e4) > 1.1 * step

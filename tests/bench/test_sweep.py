@@ -203,6 +203,38 @@ def test_an_arm_that_fails_says_so_and_keeps_the_seeds_before(seed: int) -> None
             assert point["output_digests"] == digests
 
 
+def test_dense_that_fails_first_is_served_once_and_cannot_be_chosen() -> None:
+    """Its point says why, and the rule's choice is that of the seeds in the table."""
+
+    class Refused(Server):
+        def __call__(self, jobs: Sequence[Job]) -> Iterator[Outcome | None]:
+            for job, outcome in zip(jobs, super().__call__(jobs), strict=True):
+                case = job.case
+                refused = (case.arm.name, case.ratio, case.control) == ("dense", 1.0, False)
+                yield Outcome({}, "", error="RuntimeError: refused") if refused else outcome
+
+    server = Refused()
+    found, _, told = sweep(server, control=False)
+    assert server.begun.count(("dense", 1.0, False, 0)) == 1
+    assert found["operating_point"]["ratio"] == 0.5
+    assert set(found["operating_point"]["dense_token_hit_rates"]) == {"0.5"}
+    (failed,) = [p for p in found["points"] if (p["arm"], p["ratio"]) == ("dense", 1.0)]
+    assert failed["failed"]
+    assert failed["skipped"] == "dense: RuntimeError: refused"
+    assert told[-1][1] == told[-1][2]
+
+
+def test_points_that_a_deadline_came_before_do_not_stay() -> None:
+    """Cut short before the operating point was known: the control of the ratio that stood for it is no result."""
+    first, _, _ = sweep(Server(0))
+    assert {ratio for _, ratio in places(first, "control")} == {0.5}
+    found, _, _ = sweep(Server(), known=first)
+    assert found["operating_point"]["ratio"] == 1.0
+    assert places(found, "control") == [(name, 1.0) for name in NAMES]
+    assert counts(found, "control") == [SEEDS] * 3
+    assert sorted(places(found)) == sorted(ORDER)
+
+
 def test_an_arm_that_fails_keeps_what_an_earlier_run_has() -> None:
     broken = ("nr-16", 2)
     first, _, _ = sweep(Server(), seeds=2, control=False)

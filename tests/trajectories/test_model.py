@@ -1,7 +1,11 @@
 """Loading restores decay parameters; the installed recurrences agree with one full forward pass."""
 
+import copy
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -207,6 +211,25 @@ def test_an_interrupted_forward_leaves_no_layer_running(tmp_path: Path) -> None:
     with swap(loaded, prefill=interrupted), pytest.raises(KeyboardInterrupt):
         full_logits(loaded, tokens)
     assert torch.equal(full_logits(loaded, tokens), before)
+
+
+@pytest.mark.parametrize("made", [copy.deepcopy, functools.partial(torch.compile, backend="eager")])
+def test_compiled_and_copied_models_run_what_was_swapped_in(
+    made: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    loaded = load_model(str(write_checkpoint(tmp_path / "a")))
+    tokens = torch.randint(3, 97, (1, 12), generator=torch.Generator().manual_seed(0))
+    ran: list[int] = []
+    usual = loaded.recurrence.prefill
+
+    def counted(ordinal: int, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        ran.append(ordinal)
+        return usual(ordinal, *rest)
+
+    other = made(loaded.model)
+    with swap(loaded, prefill=counted), torch.no_grad():
+        other(tokens)
+    assert sorted(set(ran)) == list(range(len(loaded.spec.layers)))
 
 
 def test_absent_hardware_and_tokenizer_are_named(tmp_path: Path) -> None:
