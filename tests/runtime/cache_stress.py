@@ -6,6 +6,7 @@ end, not when they begin, so a source that is reused too early shows as a wrong 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -25,11 +26,17 @@ class TokenKeys:
         return TokenKeys(self.tokens[start:end])
 
 
-@dataclass
+class Ends(Protocol):
+    """A store whose transfers end when told."""
+
+    def end(self, transfer: "Pending") -> None: ...
+
+
+@dataclass(eq=False)
 class Pending:
     """A transfer that ends when told."""
 
-    store: "FakeStore"
+    store: Ends
     source: int
     target: int
     ended: bool = False

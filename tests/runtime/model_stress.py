@@ -14,6 +14,7 @@ from hybridstate.errors import NumericError
 from hybridstate.runtime.radix import Tokens
 from hybridstate.runtime.tensor_store import TensorStore
 from hybridstate.runtime.tiers import Tier, Transfer
+from tests.runtime.cache_stress import Pending
 from tests.runtime.cached_model import CachedModel, Request, differing, prompt
 
 LONGEST = 24
@@ -22,34 +23,18 @@ LONGEST = 24
 BROKEN = (float("nan"), float("inf"), float("-inf"))
 
 
-@dataclass(eq=False)
-class Late:
-    """A transfer that ends when told."""
-
-    store: "LateStore"
-    source: int
-    target: int
-    ended: bool = False
-
-    def done(self) -> bool:
-        return self.ended
-
-    def wait(self) -> None:
-        self.store.end(self)
-
-
 class LateStore(TensorStore):
     """Packs beside the computation read their source when they end: in order, when told."""
 
-    pending: list[Late]
+    pending: list[Pending]
 
     def pack(self, source: int, target: int, *, aside: bool) -> Transfer:
         if not aside:
             return super().pack(source, target, aside=False)
-        self.pending = [*getattr(self, "pending", []), Late(self, source, target)]
+        self.pending = [*getattr(self, "pending", []), Pending(self, source, target)]
         return self.pending[-1]
 
-    def end(self, transfer: Late) -> None:
+    def end(self, transfer: Pending) -> None:
         """End all transfers up to this one."""
         while not transfer.ended:
             first = self.pending.pop(0)

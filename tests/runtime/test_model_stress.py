@@ -9,8 +9,9 @@ import pytest
 from hybridstate.runtime.admission import Admission, Pools
 from hybridstate.runtime.tiers import CachedState, Tier
 from hybridstate.trajectories.model import LoadedModel, load_model
+from tests.runtime.cache_stress import Pending
 from tests.runtime.cached_model import CachedModel
-from tests.runtime.model_stress import Late, LateStore, ModelStress
+from tests.runtime.model_stress import LateStore, ModelStress
 
 OPERATIONS = 600
 """On each model; `scripts/cache_stress.py` does 6,000 on each embedded one."""
@@ -61,7 +62,7 @@ def test_a_broken_state_that_is_not_refused_shows(loaded: LoadedModel) -> None:
 def test_a_demotion_committed_before_its_transfer_shows(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Late, "done", lambda self: True)
+    monkeypatch.setattr(Pending, "done", lambda self: True)
     with pytest.raises(AssertionError, match=r"went before the transfer|is not finite"):
         stress(loaded, breaking=0).run(OPERATIONS)
 
