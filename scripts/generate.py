@@ -18,6 +18,7 @@ import quality_tables
 import reading_table
 import results_page
 import serving_tables
+import stress_tables
 import tables
 from recordings import CALIBRATED, DECODED, MODELS, ROOT, anything, embedded, filled, runs, trained
 
@@ -81,6 +82,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "reading": reading_table.reading,
     **kernel_tables.blocks(),
     **serving_tables.BLOCKS,
+    **stress_tables.BLOCKS,
     **quality_tables.BLOCKS,
 }
 

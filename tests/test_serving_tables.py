@@ -3,6 +3,7 @@
 from typing import Any
 
 import serving_tables
+import stress_tables
 
 from hybridstate.bench.cost_model import CostModel
 from hybridstate.bench.serving_arms import kimi_profile
@@ -113,23 +114,23 @@ def test_stress_table_counts_leaks_and_differences() -> None:
     model |= {"replies_that_differ": 2, "starts": {"dense": 1, "compressed": 2, "miss": 3}}
     counters = {"requests": 9, "aborts": 4, "demotions": 6, "skipped_full": 0}
     model |= {"counters": {**counters, "skipped_nonfinite": 11}, "leaked_slots": 0}
-    text = serving_tables.stress({"without_tensors": [row], "models": [model]})
+    text = stress_tables.stress({"without_tensors": [row], "models": [model]})
     assert "| no tensors | dense | 1,500 | 1,000 | 7 | 3 | 5 | 7 | 1,200 / 8 |  |  |  | 1 |" in text
     assert (
         "| tiny | replay | 1,000 | 9 | 5 | 4 | 6 |  | 0 / 11 |  | 1 / 2 / 3 | 854, 2 differ | 0 |"
         in text
     )
-    assert serving_tables.crowded({"models": [model]}) == ""
+    assert stress_tables.crowded({"models": [model]}) == ""
     row["while_moving"] = 31
     model["met"] = {"while_moving": 1700, "overtaken": 60, "broken": 13, "broken_known": 2}
     model["met"]["stopped"] = 5
-    said = serving_tables.crowded({"models": [model]})
+    said = stress_tables.crowded({"models": [model]})
     assert "13 broken states were offered and 11 refused (2 known already), 5 requests were" in said
     assert "0 states were refused for lack of room; 1,700 hits" in said
     assert "for 60 of which" in said
-    said = serving_tables.crowded({"models": [model, {**model, "model": "other"}]})
+    said = stress_tables.crowded({"models": [model, {**model, "model": "other"}]})
     assert said.count("were offered") == 1
     assert "on `tiny` and on `other` each 13 broken states" in said
-    text = serving_tables.stress({"without_tensors": [row], "models": [model]})
+    text = stress_tables.stress({"without_tensors": [row], "models": [model]})
     assert "| 1,200 / 8 | 31 |  |  | 1 |" in text
     assert "| 0 / 11 | 1,700 | 1 / 2 / 3 |" in text

@@ -186,9 +186,8 @@ def bench_serve(
             known=known,
         )
         header |= sweep.header()
-        if (
-            earlier is not None and not control
-        ):  # its control points stay, and what they were served
+        if earlier is not None and not control:
+            # its control points stay, and what they were served
             header["control_trace"] = earlier.document.get("control_trace")
         found = sweep.run()
     fitted = None
