@@ -3,7 +3,8 @@
 #
 #   [MODELS=tiny-kda] [PARTS="sweep limits"] [CUTOFF=64] [THINK=1] [SEEDS=5] bash scripts/serve_embedded.sh RESULTS [SECONDS] [EARLIER]
 #
-# The models run side by side, each on its share of the GPUs; with fewer GPUs than models they follow each other. Parts:
+# The models run side by side, each on its share of the GPUs; with fewer GPUs than models they follow each other, each
+# for its share of the time that is left. Parts:
 #   sweep   every arm at every working set, then the control        serve-MODEL.json
 #   limits  compositions, and one seed of the smaller limits, at the working set that the sweep chose, same file
 #   kv      states and attention tokens under one budget: FP32, BF16, DAMP                    serve-MODEL-kv.json
@@ -12,6 +13,7 @@
 # the results. A folder EARLIER of an earlier call is continued: its complete points are not run again.
 set -u
 results=$1 seconds=${2:-480} earlier=${3:-}
+until=$seconds
 models=(${MODELS:-tiny-kda tiny-gdn})
 parts=" ${PARTS:-sweep limits kv ranks} "
 suffix=${THINK:+-think}
@@ -29,7 +31,7 @@ for file in "$earlier"/serve-*.json; do
   [ -n "$earlier" ] && [ -f "$file" ] && ! ls "$results/${name%.partial}".*json > /dev/null 2>&1 && cp "$file" "$results/"
 done
 
-left() { echo $((seconds - (SECONDS - started))); }
+left() { echo $((until - (SECONDS - started))); }
 
 # serve NAME GPUS MODEL OPTIONS: goes on from NAME.json, or from what a run that was cut off left of it, which holds
 # what was known before; NAME.json is replaced when a run has ended.
@@ -79,7 +81,12 @@ if [ "$share" -lt "$gpus" ]; then
   done
   wait
 else
-  for model in "${models[@]}"; do one "$model" "$(seq -s, 0 $((gpus - 1)))"; done
+  for number in "${!models[@]}"; do
+    passed=$((SECONDS - started))
+    until=$((passed + (seconds - passed) / (${#models[@]} - number)))
+    one "${models[$number]}" "$(seq -s, 0 $((gpus - 1)))"
+  done
+  until=$seconds
 fi
 
 if [[ $parts == *" ranks "* ]] && [ "$gpus" -ge 2 ]; then

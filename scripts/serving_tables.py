@@ -118,6 +118,39 @@ def changes(result: Result) -> dict[str, float]:
     }
 
 
+def changes_by_ratio(results: Sequence[Result]) -> str:
+    """The README's table: token hit rate of dense states and change of the mean TTFT of each other arm by working set,
+    at the first limit of each run; * where a point has fewer seeds than asked for.
+    """
+    ratios = sorted({p["ratio"] for result in results for p in result["points"]})
+    rows = []
+    for result in results:
+        limit = result["points"][0]["limit"]
+        points = [p for p in result["points"] if p["limit"] == limit and "mean" in p]
+        found = {(p["arm"], p["ratio"]): p for p in points}
+        for arm in dict.fromkeys(p["arm"] for p in points):
+            cells = [_change(found.get((arm, ratio)), result["seeds"]) for ratio in ratios]
+            name = "tokens that dense hits" if arm == "dense" else f"TTFT of {arm}"
+            rows.append([f"`{result['model']}`, {name}", *cells])
+    return tables.markdown(["working set over dense slots", *(f"{ratio:g}" for ratio in ratios)], rows)
+
+
+def _change(point: Result | None, seeds: int) -> str:
+    if point is None or (point["arm"] != "dense" and "against_dense" not in point):
+        return ""
+    if point["arm"] == "dense":
+        return tables.percent(point["mean"]["hybridstate"]["token_hit_rate"])
+    few = "*" if len(point["seeds"]) < seeds else ""
+    return f"{100 * point['against_dense']['ttft']:+.1f} %{few}"
+
+
+def changes_block() -> str:
+    """Recorded runs of states alone on one GPU."""
+    found = [document["result"] for _, document in recorded(SERVED[0])]
+    alone = [r for r in found if r["points"][0]["tp"] == 1 and r["budget_scope"] == "state"]
+    return changes_by_ratio(alone) if alone else NOTHING
+
+
 def finding(result: Result) -> str:
     """What the rule chose and what the arms gained there, beside the paper's figure."""
     point = result["operating_point"]
@@ -382,5 +415,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "policies": policies_block,
     "exchange": exchange_block,
     "serve": lambda: runs(SERVED[0]),
+    "serve-changes": changes_block,
     "simulate": lambda: runs(SERVED[1]),
 }

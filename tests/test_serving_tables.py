@@ -79,6 +79,22 @@ def test_changes_have_their_range_over_the_seeds() -> None:
     assert serving_tables.spread(arm, None) == ""
 
 
+def test_the_readme_s_changes_mark_points_of_fewer_seeds() -> None:
+    dense = {"arm": "dense", "ratio": 1.0, "limit": 4, "seeds": [0, 0], "tp": 1}
+    dense["mean"] = {"hybridstate": {"token_hit_rate": 0.476}}
+    ours = {**dense, "arm": "damp", "against_dense": {"ttft": -0.288}}
+    fewer = {**ours, "arm": "nr-64", "seeds": [0]}
+    left_out = {"arm": "wr-64", "ratio": 1.0, "limit": 4, "seeds": []}
+    elsewhere = {**ours, "limit": 2, "against_dense": {"ttft": 9.0}}
+    points = [dense, ours, fewer, left_out, elsewhere]
+    text = serving_tables.changes_by_ratio([{"model": "m", "seeds": 2, "points": points}])
+    assert text.splitlines()[2:] == [
+        "| `m`, tokens that dense hits | 47.6 % |",
+        "| `m`, TTFT of damp | -28.8 % |",
+        "| `m`, TTFT of nr-64 | -28.8 %* |",
+    ]
+
+
 def test_what_a_simulation_says_beside_what_was_measured() -> None:
     """Arms of both runs at the same ratio, the sign that turned named, rates by ratio and not by when they ran."""
 
