@@ -1,14 +1,18 @@
 """Keep what the kernel scripts wrote on a GPU in benchmarks/, each file with its provenance.
 
-    scripts/record_kernels.py FOLDER --commit COMMIT [--set torch=2.11.0 ...]
+    scripts/record_kernels.py FOLDER --commit COMMIT [--set torch=2.11.0 ...] [--replace]
 
 FOLDER is the output of scripts/kernels_gpu.sh: codecs.json, ring/ring.json, tune/kernel_tune.json, bytes.json as far
-as they exist, and update.json with update-overlap.json, here overlapped.json. The machine of a run has no git, so the
-commit is given.
+as they exist, and update.json with update-overlap.json, here overlapped.json; also emitted.json of
+scripts/emitted_check.py. The machine of a run has no git, so the commit is given.
+
+What a run left out keeps the rows that were recorded before, each with the `commit` of its run. A file that would lose
+rows nevertheless stays as it was, the others are written, and the exit code is 1. `--replace` keeps nothing.
 """
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +22,14 @@ SOURCES = {
     "ring": ("ring/ring.json", "scripts/ring_tune.py"),
     "kernels": ("tune/kernel_tune.json", "scripts/kernel_tune.py"),
     "kernel-bytes": ("bytes.json", "scripts/kernel_bytes.py"),
+    "emitted": ("emitted.json", "scripts/emitted_check.py"),
 }
 WHOLE = {"update": "update.json", "overlapped": "update-overlap.json"}
 """Files that are recorded verbs already."""
 DROPPED = ("tests", "seconds", "ragged", "shapes")
 """Parts that are about the run or about choosing a launch shape."""
+ALIKE = ("device", "torch", "triton")
+"""Of the provenance: rows of two runs stand in one file only where these agree."""
 
 
 def recorded(found: dict[str, Any], command: str, provenance: dict[str, Any]) -> dict[str, Any]:
@@ -35,12 +42,74 @@ def recorded(found: dict[str, Any], command: str, provenance: dict[str, Any]) ->
     }
 
 
+def completed(found: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """The document with earlier rows in place of each row that is left out, marked with the commit of their run.
+
+    Raises:
+        ValueError: those rows are of another device or of other versions.
+    """
+    rows, commit = [], before["provenance"]["commit"]
+    was, now = ({key: d["provenance"].get(key) for key in ALIKE} for d in (before, found))
+    for row in found["result"].get("rows", ()):
+        named = {key: value for key, value in row.items() if key != "left_out"}.items()
+        earlier = [
+            old | {"commit": old.get("commit", commit)}
+            for old in before["result"].get("rows", ())
+            if row.get("left_out") and named <= old.items() and not old.get("left_out")
+        ]
+        if earlier and was != now:
+            raise ValueError(f"rows that this run left out are of {was}, it is of {now}")
+        rows += earlier or [row]
+    return found | {"result": found["result"] | {"rows": rows}} if rows else found
+
+
+def entries(found: object) -> int:
+    """Dictionaries at any depth, such as rows and rows of parts."""
+    inside = found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()
+    return isinstance(found, dict) + sum(entries(each) for each in inside)
+
+
+def documents(folder: Path, provenance: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and contents of every file that the folder has the source of."""
+    for name, (source, command) in SOURCES.items():
+        if (folder / source).exists():
+            yield name, recorded(json.loads((folder / source).read_text()), command, provenance)
+    for name, source in WHOLE.items():
+        if (folder / source).exists():
+            document = json.loads((folder / source).read_text())
+            commit = {key: provenance[key] for key in ("commit", "modified")}
+            yield name, document | {"provenance": document["provenance"] | commit}
+
+
+def keep(path: Path, document: dict[str, Any], replace: bool = False) -> str:
+    """Write one file, and say what of it is of earlier runs or missing.
+
+    Args:
+        replace: whatever the file held.
+
+    Raises:
+        ValueError: the file would lose rows.
+    """
+    if path.exists() and not replace:
+        before = json.loads(path.read_text())
+        document = completed(document, before)
+        old, new = entries(before["result"]), entries(document["result"])
+        if new < old:
+            raise ValueError(f"{new} entries instead of the {old} recorded before")
+    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    rows = document["result"].get("rows", ())
+    earlier, missing = (sum(key in row for row in rows) for key in ("commit", "left_out"))
+    kept = f", {earlier} rows of earlier runs" if earlier else ""
+    return f"written{kept}" + (f", {missing} left out" if missing else "")
+
+
 def main() -> int:
     """Read, convert, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--commit", required=True)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--replace", action="store_true", help="keep nothing of earlier runs")
     options = parser.parse_args()
     versions = dict(entry.split("=", 1) for entry in options.set)
     hardware: dict[str, Any] = {}
@@ -52,21 +121,14 @@ def main() -> int:
             break
     provenance = {"commit": options.commit, "modified": None, **versions}
     provenance |= {"device": hardware.get("name"), "hardware": hardware}
-    for name, (source, command) in SOURCES.items():
-        if (options.folder / source).exists():
-            found = json.loads((options.folder / source).read_text())
-            text = json.dumps(recorded(found, command, provenance), indent=1, allow_nan=False)
-            (BENCHMARKS / f"{name}.json").write_text(text + "\n", encoding="utf-8")
-            print(f"benchmarks/{name}.json")
-    for name, source in WHOLE.items():
-        path = options.folder / source
-        if path.exists():
-            document = json.loads(path.read_text())
-            document["provenance"] |= {"commit": options.commit, "modified": None}
-            text = json.dumps(document, indent=1, allow_nan=False) + "\n"
-            (BENCHMARKS / f"{name}.json").write_text(text, encoding="utf-8")
-            print(f"benchmarks/{name}.json")
-    return 0
+    refused = False
+    for name, document in documents(options.folder, provenance):
+        try:
+            said = keep(BENCHMARKS / f"{name}.json", document, options.replace)
+        except ValueError as error:
+            refused, said = True, f"NOT written: {error}"
+        print(f"benchmarks/{name}.json: {said}")
+    return int(refused)
 
 
 if __name__ == "__main__":
