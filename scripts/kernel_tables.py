@@ -3,7 +3,7 @@
 import json
 import re
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from recordings import ROOT, recorded, source_line
 from tables import Result, markdown, percent, times
@@ -27,7 +27,7 @@ ORDERS = {
     "mma16816": "fragment order",
     "natural": "natural order",
     "rows": "rows",
-    "tiles": "tiles",
+    "columns": "columns",
 }
 VALUES = {"float32": "FP32", "bfloat16": "BF16", "float16": "FP16"}
 
@@ -35,12 +35,14 @@ VALUES = {"float32": "FP32", "bfloat16": "BF16", "float16": "FP16"}
 def layout_words(layout_id: str) -> str:
     """A `layout_id` in words: order, head, what is kept in FP16."""
     order, *parts = layout_id.split("-")
+    tile = order.removeprefix("tiles")
+    words = f"tiles of {tile} columns" if tile.isdigit() else ORDERS[order]
     key, value = (
         next(p[1:] for p in parts if p[0] == letter and p[1:].isdigit()) for letter in "kv"
     )
     kept = [f"{p[4:]} FP16 channels" for p in parts if p.startswith("f16x")]
     kept += [VALUES[p] for p in parts if p in VALUES]
-    return ", ".join((ORDERS[order], f"{key} x {value}", *kept))
+    return ", ".join((words, f"{key} x {value}", *kept))
 
 
 def passes(result: Result) -> str:
@@ -61,44 +63,118 @@ def passes(result: Result) -> str:
     return markdown(["`x += 1` over", *(f"batch {b}: µs (TB/s)" for b in FORM_BATCHES)], rows)
 
 
-def forms(result: Result) -> str:
-    """Microseconds of every form of the kernels by batch; the fastest packed one of each batch is bold."""
-    times_by: dict[str, dict[int, float]] = {}
-    layouts = {
-        r["variant"]: r["layout"] for r in result["rows"] if "variant" in r and "layout" in r
-    }
+def _variants(result: Result) -> dict[str, dict[int, Result]]:
+    """Timed rows by variant and batch, in the order of the run."""
+    found: dict[str, dict[int, Result]] = {}
     for row in result["rows"]:
         if "variant" in row and "median_us" in row:
-            times_by.setdefault(row["variant"], {})[row["batch"]] = row["median_us"]
+            found.setdefault(row["variant"], {})[row["batch"]] = row
+    return found
+
+
+def forms(result: Result) -> str:
+    """Microseconds of every form of the kernels by batch; the fastest packed one of each batch is bold."""
+    variants = _variants(result)
     best = {
         (kind, b): min(
-            (t[b] for n, t in times_by.items() if b in t and n.startswith(kind) and _is_packed(n)),
-            default=0.0,
+            (
+                of[b]["median_us"]
+                for name, of in variants.items()
+                if b in of and name.startswith(kind) and _is_packed(name)
+            ),
+            default=None,
         )
         for kind in ("gdn", "kda")
         for b in FORM_BATCHES
     }
-    rows = []
-    for name, found in times_by.items():
+    rows: list[list[str]] = []
+    commits: set[str] = set()
+    for name, of in variants.items():
+        first = next(iter(of.values()))
+        commits |= {first["commit"][:12]} if "commit" in first else set()
         cells = []
         for b in FORM_BATCHES:
-            text = _microseconds(found.get(b))
-            top = _is_packed(name) and found.get(b) == best.get((name[:3], b))
-            cells.append(f"**{text}**" if text and top else text)
-        rows.append([_label(name, layouts.get(name)), *cells])
-    return markdown(["form", *(f"{b}" for b in FORM_BATCHES)], rows)
+            us = of[b]["median_us"] if b in of else None
+            top = us is not None and _is_packed(name) and us == best[name[:3], b]
+            cells.append(f"**{_microseconds(us)}**" if top else _microseconds(us))
+        mark = r"\*" if "commit" in first else ""
+        rows.append([_label(name, first.get("layout")) + mark, *cells])
+    text = markdown(["form", *(f"{b}" for b in FORM_BATCHES)], rows)
+    return f"{text}\n\n{_earlier(commits)}" if commits else text
+
+
+def _earlier(commits: Collection[str]) -> str:
+    """What an asterisk means."""
+    runs = " and ".join(sorted(commits))
+    return (
+        rf"\* Of an earlier run, with the kernels of commit {runs}: the run of the other rows ended before it came to "
+        "these forms."
+    )
 
 
 def _label(name: str, layout_id: str | None) -> str:
-    """The variant; where its name ends in a piece of the `layout_id`, in words."""
+    """The variant; where its name ends in the `layout_id`, in words."""
     form, _, last = name.rpartition(" ")
-    return f"{form}, {layout_words(layout_id)}" if layout_id and layout_id.endswith(last) else name
+    return f"{form}, {layout_words(last)}" if last == layout_id else name
 
 
 def _is_packed(name: str) -> bool:
     """Packed states of 128 x 128 and K_hi 16, by the variant's name."""
     return name.split(" ", 1)[1].startswith(("packed 128", "packed 64", "packed 32", "split")) and (
         "-k" not in name and "-v" not in name
+    )
+
+
+def dispatched(result: Result) -> str:
+    """FP32 over what the packed dispatch picks by batch, launches of both one after another or both overlapped."""
+    variants, rows = _variants(result), []
+    for kind in ("gdn", "kda"):
+        for launches, dense, overlap in (
+            ("one after another", "", " overlap 0"),
+            ("overlapped", " overlap 2", " overlap 2"),
+        ):
+            base = variants.get(f"{kind} fp32 tiles 8 fused{dense}", {})
+            packed = variants.get(f"{kind} packed product fused{overlap}", {})
+            ratios = [
+                times(base[b]["median_us"] / packed[b]["median_us"])
+                for b in FORM_BATCHES
+                if b in base and b in packed
+            ]
+            if len(ratios) == len(FORM_BATCHES):
+                rows.append([kind, launches, *ratios])
+    heads = (f"{b}" for b in FORM_BATCHES)
+    return markdown(["gate", "launches", *heads], rows) if rows else ""
+
+
+def gains(result: Result) -> str:
+    """What overlapping and fusing change within one run, and by how much its times repeat."""
+    variants = _variants(result)
+    fused, overlapping, given = "128 fused overlap 0", "128 fused overlap 2", "128 given gate"
+    product = "product fused overlap 0"
+    if any(f"{k} packed {x}" not in variants for k in ("gdn", "kda") for x in (given, product)):
+        return ""
+
+    def less(form: str, batch: int) -> str:
+        pairs = [
+            [variants[f"{k} packed {x}"][batch] for x in (fused, form)] for k in ("gdn", "kda")
+        ]
+        differences = [round(a["median_us"] - b["median_us"], 1) + 0.0 for a, b in pairs]
+        return " / ".join(f"{x:.1f}" for x in differences) + " µs"
+
+    return (
+        "Within the run of the forms, `packed 128`, GDN / KDA: overlapping a launch with the end of the one before "
+        f"takes off {less(overlapping, 256)} at batch 256 and {less(overlapping, 64)} at 64. Fusing the gate costs "
+        f"{less(given, 256)} at batch 256. At that batch `packed product` is the same kernel, timed once more, and "
+        f"took {less(product, 256)} less."
+    )
+
+
+def emitted(result: Result) -> str:
+    """How many emitted modules passed."""
+    passed = [found["ok"] for found in result["modules"].values()]
+    return (
+        f"{sum(passed)} of {len(passed)} [emitted modules](results.md#emitted-modules) passed every "
+        f"comparison of their own `--check` on {result['device']}."
     )
 
 
@@ -269,6 +345,7 @@ def counted(result: Result) -> str:
 TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "kernel-passes": ("kernels.json", passes),
     "kernel-forms": ("kernels.json", forms),
+    "kernel-dispatched": ("kernels.json", dispatched),
     "kernel-rivals": ("update.json", rivals),
     "kernel-peers": ("update.json", peers),
     "kernel-fastest": ("update.json", fastest_fp32),
@@ -283,7 +360,11 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "kernel-tokens": ("codecs.json", tokens),
 }
 """Block of docs/kernels.md: recorded file and table."""
-
+SENTENCES: dict[str, tuple[str, Callable[[Result], str]]] = {
+    "kernel-gains": ("kernels.json", gains),
+    "kernel-emitted": ("emitted.json", emitted),
+}
+"""Likewise, for a sentence or two."""
 
 BEFORE = {
     "kernel-overlapped": "Both formats with launches that read their states beside the end of the launch before:",
@@ -334,7 +415,7 @@ def blocks() -> dict[str, Callable[[], str]]:
         return write
 
     return {
-        **{name: block(name, *entry) for name, entry in TABLES.items()},
+        **{name: block(name, *entry) for name, entry in (TABLES | SENTENCES).items()},
         "kernel-shares": shares_block,
         "kernel-compiled": compiled_block,
         "update-fastest": fastest_block,

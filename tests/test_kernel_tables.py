@@ -2,37 +2,50 @@
 
 import csv
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import kernel_tables
 import pytest
 import recordings
+import torch
 import update_tables
 
 from hybridstate.bench.update import UpdateDims, run_update
 from hybridstate.figures.update import update_figure
+from hybridstate.kernels.layout import DenseLayout, PackedLayout
 
 
 @pytest.mark.parametrize("name", kernel_tables.TABLES)
 def test_recorded_tables_have_as_many_cells_in_every_row(name: str) -> None:
     pattern, table = kernel_tables.TABLES[name]
     for _, document in recordings.recorded(pattern):
-        lines = table(document["result"]).splitlines()
+        text, _, below = table(document["result"]).partition("\n\n")
+        lines = text.splitlines()
         assert len({line.count("|") for line in lines}) <= 1
         assert len(lines) != 1
+        assert "|" not in below
+
+
+def _forms(**times: Sequence[float]) -> list[dict[str, Any]]:
+    """Rows of forms at batches 256 and 64, or at all of the table."""
+    return [
+        {"variant": name.replace("_", " "), "batch": batch, "median_us": us}
+        for name, some in times.items()
+        for batch, us in zip(kernel_tables.FORM_BATCHES, some, strict=False)
+    ]
 
 
 def test_the_fastest_packed_form_of_every_batch_is_bold() -> None:
-    rows = [
-        {"variant": name, "batch": batch, "median_us": us}
-        for name, times in (
-            ("gdn packed 128", (5.0, 9.0)),
-            ("gdn packed 64", (6.0, 8.0)),
-            ("gdn fp32 tiles", (1.0, 1.0)),
-        )
-        for batch, us in zip((256, 64), times, strict=True)
-    ]
+    rows = _forms(
+        gdn_packed_128=(5.0, 9.0),
+        gdn_packed_64=(6.0, 8.0),
+        gdn_packed_product=(4.0, 7.0),  # one of the others, timed again
+        gdn_fp32_tiles=(1.0, 1.0),
+    )
     text = kernel_tables.forms({"rows": rows})
+    assert "| gdn packed product | 4 | 7 |" in text
     assert "| gdn packed 128 | **5** | 9 |" in text
     assert "| gdn packed 64 | 6 | **8** |" in text
     assert "| gdn fp32 tiles | 1 | 1 |" in text
@@ -44,16 +57,83 @@ def test_the_fastest_packed_form_of_every_batch_is_bold() -> None:
         ("mma16816-columns128-k96-v192-f16x16-i8g32-f32scale", "fragment order, 96 x 192, 16 FP16 channels"),
         ("natural-k128-v128-f16x0-i8g32-f32scale", "natural order, 128 x 128, 0 FP16 channels"),
         ("rows-k128-v128-float32", "rows, 128 x 128, FP32"),
+        ("columns-k128-v96-float32", "columns, 128 x 96, FP32"),
+        ("tiles8-k128-v128-float32", "tiles of 8 columns, 128 x 128, FP32"),
+        ("tiles16-k64-v64-bfloat16", "tiles of 16 columns, 64 x 64, BF16"),
     ],
 )  # fmt: skip
 def test_layouts_are_named_in_words(layout_id: str, words: str) -> None:
     assert kernel_tables.layout_words(layout_id) == words
-    rows = [
-        {"variant": f"gdn split 32 x 8 {part}", "layout": layout_id}
-        for part in (layout_id, layout_id[18:])
+    row = {"layout": layout_id, "batch": 1, "median_us": 4.0}
+    names = (f"gdn split 32 x 8 {layout_id}", "gdn tiles 32", "gdn packed hi 6")
+    lines = kernel_tables.forms({"rows": [row | {"variant": name} for name in names]}).splitlines()
+    labels = [line.split(" | ")[0] for line in lines[2:]]
+    assert labels == [f"| gdn split 32 x 8, {words}", "| gdn tiles 32", "| gdn packed hi 6"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *(DenseLayout(64, 64, torch.float32, order) for order in ("rows", "columns", "tiles")),
+        DenseLayout(128, 128, torch.bfloat16, "fragment"),
+        *(PackedLayout(128, 128, 16, order=order) for order in ("fragment", "natural")),
+    ],
+)
+def test_every_layout_has_words(layout: DenseLayout | PackedLayout) -> None:
+    words = kernel_tables.layout_words(layout.layout_id)
+    assert f", {layout.key_dim} x {layout.value_dim}, " in words
+
+
+def test_forms_of_earlier_runs_are_marked_and_their_commits_named() -> None:
+    first, second, third = _forms(gdn_packed_128=(5.0,), gdn_packed_64=(6.0,), gdn_packed_32=(7.0,))
+    old = {"commit": "a" * 40}
+    text = kernel_tables.forms({"rows": [first, second | old, third | {"commit": "b" * 40}]})
+    assert "| gdn packed 128 | **5** |" in text
+    assert r"| gdn packed 64\* | 6 |" in text
+    assert text.splitlines()[-1].startswith(
+        rf"\* Of an earlier run, with the kernels of commit {'a' * 12} and {'b' * 12}"
+    )
+    assert "earlier" not in kernel_tables.forms({"rows": [first]})
+    left_out = {"variant": "gdn packed 16", "left_out": True}
+    assert kernel_tables.forms({"rows": [first, left_out]}) == kernel_tables.forms(
+        {"rows": [first]}
+    )
+
+
+def test_forms_of_both_widths_are_compared_with_equal_launches() -> None:
+    rows = _forms(
+        gdn_packed_product_fused_overlap_0=(9.0, 8.0, 7.0, 6.0, 5.0, 4.0),
+        gdn_packed_product_fused_overlap_2=(6.0,) * 6,
+        gdn_fp32_tiles_8_fused=(18.0,) * 6,
+        gdn_fp32_tiles_8_fused_overlap_2=(15.0,) * 6,
+        kda_fp32_tiles_8_fused=(18.0,) * 6,
+    )
+    lines = kernel_tables.dispatched({"rows": rows}).splitlines()
+    assert lines[2:] == [
+        "| gdn | one after another | 2.00x | 2.25x | 2.57x | 3.00x | 3.60x | 4.50x |",
+        "| gdn | overlapped | 2.50x | 2.50x | 2.50x | 2.50x | 2.50x | 2.50x |",
     ]
-    rows += [{"variant": row["variant"], "batch": 1, "median_us": 4.0} for row in rows]
-    assert kernel_tables.forms({"rows": rows}).count(f"| gdn split 32 x 8, {words} |") == 2
+    assert kernel_tables.dispatched({"rows": rows[:6]}) == ""
+
+
+def test_what_overlapping_and_fusing_change_is_said_beside_how_times_repeat() -> None:
+    times = {
+        "packed_128_fused_overlap_0": (90.0, 30.0),
+        "packed_128_fused_overlap_2": (87.0, 26.5),
+        "packed_128_given_gate": (89.0, 29.0),
+        "packed_product_fused_overlap_0": (90.04, 30.0),
+    }
+    rows = _forms(**{f"{kind}_{name}": us for kind in ("gdn", "kda") for name, us in times.items()})
+    text = kernel_tables.gains({"rows": rows})
+    assert "takes off 3.0 / 3.0 µs at batch 256 and 3.5 / 3.5 µs at 64." in text
+    assert "costs 1.0 / 1.0 µs at batch 256" in text
+    assert "took 0.0 / 0.0 µs less" in text
+    assert kernel_tables.gains({"rows": rows[:-2]}) == ""
+
+
+def test_emitted_modules_are_counted() -> None:
+    modules = {"a": {"ok": True}, "b": {"ok": False}, "c": {"ok": True}}
+    assert kernel_tables.emitted({"device": "cuda", "modules": modules}).startswith("2 of 3 ")
 
 
 def test_rivals_name_both_packed_formats_and_overlapped_launches_their_ratio() -> None:

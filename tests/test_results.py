@@ -347,6 +347,13 @@ def test_emitted_table_counts_what_each_module_compared() -> None:
     text = scale_tables.emitted({"device": "cuda", "calibrations": "synthetic", "modules": modules})
     assert "| a geometry | all passed | packing, triton 2 | 7.1 |" in text
     assert "| another | FAILED | packing | 7.1 |" in text
+    assert "1 of 2 passed." in text
+    assert "side by side" not in text
+    for found in modules.values():
+        found.pop("seconds")
+    text = scale_tables.emitted({"device": "cuda", "calibrations": "synthetic", "modules": modules})
+    assert "| a geometry | all passed | packing, triton 2 |\n" in text
+    assert "side by side" in text
 
 
 def test_sentences_of_validations_hold_recorded_numbers() -> None:
