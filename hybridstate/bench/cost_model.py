@@ -116,30 +116,32 @@ class CostModel:
         """The inverse of `to_json`; operations that are missing keep their default.
 
         Raises:
-            SourceError: another operation, a missing term, or a number that is none.
+            SourceError: another operation or term, a missing one, or a number that is none.
         """
         coefficients = dict(cls.default().coefficients)
         errors: dict[str, tuple[float, ...]] = {}
         unknown = set(document) - set(TERMS) - {"source"}
         if unknown:
             raise SourceError(
-                f"unknown operations in the cost model: {', '.join(sorted(unknown))}",
+                f"{source}: unknown operations in the cost model: {', '.join(sorted(unknown))}",
                 hint=f"it has {', '.join(TERMS)}",
             )
         for kind, terms in TERMS.items():
             if kind not in document:
                 continue
             try:
-                found = _numbers(document[kind], terms)
                 given = document[kind].get("standard_errors")
+                _check_known(f"{source}: {kind}", document[kind], (*terms, "standard_errors"))
+                found = _numbers(document[kind], terms)
                 if given is not None:
+                    _check_known(f"{source}: standard_errors of {kind}", given, terms)
                     errors[kind] = _numbers(given, terms)
             except UNREADABLE as error:
                 raise SourceError(
-                    f"cost model: {kind} needs the numbers {', '.join(terms)}"
+                    f"{source}: {kind} needs the numbers {', '.join(terms)}"
                 ) from error
             if not all(np.isfinite(found)) or min(found) < 0:
-                raise SourceError(f"cost model: {kind} has a negative or infinite coefficient")
+                raise SourceError(f"{source}: {kind} has a negative or infinite coefficient")
             coefficients[kind] = found
         if "prefill" in document and "replay" not in document:
             coefficients["replay"] = coefficients["prefill"]
@@ -157,6 +159,21 @@ class CostModel:
         if not isinstance(document, dict):
             raise SourceError(f"{path.name} is no cost model", file=str(path))
         return cls.from_json(document, path.name)
+
+
+def _check_known(place: str, given: Mapping[str, Any], terms: Sequence[str]) -> None:
+    """Refuse a name that is none of the terms: left out silently, it would count as zero.
+
+    Raises:
+        SourceError: naming it and the known ones.
+    """
+    unknown = sorted(set(given) - set(terms))
+    if unknown:
+        raise SourceError(
+            f"{place} has the unknown {', '.join(map(repr, unknown))}; it has {', '.join(terms)}",
+            found=unknown,
+            expected=list(terms),
+        )
 
 
 def _numbers(given: Mapping[str, Any], terms: Sequence[str]) -> tuple[float, ...]:

@@ -366,6 +366,23 @@ def test_sums_of_a_noisy_operation_are_predicted() -> None:
     assert fitted.seconds("pack", 100.0) == pytest.approx(seconds.mean(), rel=0.01)
 
 
+@pytest.mark.parametrize("place", ["term", "standard error"])
+def test_a_misspelt_term_of_a_cost_model_is_named_with_the_known_ones(place: str) -> None:
+    """Left out silently it would count as zero, or as the default where it is optional."""
+    document = COST.to_json()
+    terms = document["decode"]
+    if place == "standard error":
+        terms["standard_errors"] = terms = dict.fromkeys(TERMS["decode"], 0.0)
+    terms["per_cal"] = 1e-3
+    with pytest.raises(
+        SourceError, match=r"cost\.json: .*decode has the unknown 'per_cal'"
+    ) as failed:
+        CostModel.from_json(document, "cost.json")
+    assert all(term in failed.value.message for term in TERMS["decode"])
+    with pytest.raises(SourceError, match=r"cost\.json: unknown operations .*: walk"):
+        CostModel.from_json({"walk": {}}, "cost.json")
+
+
 def test_wrong_cost_models_are_refused(tmp_path: Path) -> None:
     for text in (
         '{"walk": {}}',
