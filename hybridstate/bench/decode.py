@@ -1,4 +1,4 @@
-"""`bench decode`: time per output token with the recurrent state in our pool, dense or packed.
+"""`bench decode`: time per output token with the recurrent state in the package's pool, dense or packed.
 
 A batch of prose windows is prefilled, its states move into the pool, and the model decodes greedily. Before any time is
 taken each format is checked (`decode_check`), and every run that is timed is checked again at its own batch size over

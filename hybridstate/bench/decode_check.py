@@ -1,7 +1,7 @@
 """The check before the time: engine logits against an independent simulation of the state format.
 
 Tokens are teacher-forced. The simulation is plain transformers, whose FP32 states are rounded to the format where the
-engine writes them, after every step or every L-th, in logical order and without our packer or ring. A captured step
+engine writes them, after every step or every L-th, in logical order and without the packer or the ring. A captured step
 that disagrees is dropped for an eager one; an eager one that disagrees ends the bench.
 """
 

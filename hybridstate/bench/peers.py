@@ -1,8 +1,8 @@
-"""Kernels of other packages beside ours, where they are installed: fla-core, SGLang, vLLM, FlashInfer.
+"""Kernels of other packages beside those of this one, where they are installed: fla-core, SGLang, vLLM, FlashInfer.
 
 Each is checked against float64 on the inputs it is then timed on. One that cannot be called here, or is wrong, is
 reported with the reason and never timed. A kernel that returns a fresh state instead of writing into a pool is a
-neighbour of ours and not the baseline of a speed-up, so the place of the new state is part of every row.
+neighbour and not the baseline of a speed-up, so the place of the new state is part of every row.
 """
 
 from collections.abc import Callable, Sequence

@@ -101,7 +101,7 @@ class UpdateReport:
         ]
 
     def slower_than_fp32(self) -> list[dict[str, Any]]:
-        """Packed steps at `LEAST_WANTED_BATCH` and above that take longer than our FP32 step there."""
+        """Packed steps at `LEAST_WANTED_BATCH` and above that take longer than the FP32 step there."""
         return [
             x
             for x in self.speedups()
@@ -111,7 +111,7 @@ class UpdateReport:
         ]
 
     def fastest(self) -> list[dict[str, Any]]:
-        """The packed step beside the fastest kernel, ours or a peer's, of each width of a state.
+        """The packed step beside the fastest kernel, the package's or a peer's, of each width of a state.
 
         One entry per dimensions, batch, gate and packed format (`damp`, `damp-scaled`), and per ring length and
         phases where states are requantised later;

@@ -218,7 +218,7 @@ def bench_decode(
     device: str = "auto",
     progress: "Progress | None" = None,
 ) -> "Decoded":
-    """Time per output token with the state in our pool; only the pool exists between steps.
+    """Time per output token with the state in the package's pool; only the pool exists between steps.
 
     Args:
         model: folder or embedded name, original or exported; with `dummy` a folder with a config, or a published name.

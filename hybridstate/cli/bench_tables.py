@@ -182,7 +182,7 @@ def update_tables(out: Output, result: dict[str, Any]) -> None:
     columns = ("fp32, in place", "fp32, out of place", "16-bit, in place", "16-bit, out of place")
     if any(entry["fastest"] for entry in result["fastest"]):
         out.table(
-            "the fastest of every other kernel, ours or a peer's, over the packed step's time",
+            "the fastest of every other kernel, the package's or a peer's, over the packed step's time",
             ("layer", "batch", "gate", "state", "µs", *columns),
             [
                 (

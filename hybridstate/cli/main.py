@@ -70,7 +70,7 @@ _register_verbs()
 
 
 def main() -> None:
-    """Entry point of the console script: run, and report unparsable command lines our way."""
+    """Entry point of the console script: run, and report unparsable command lines in one line."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller (`>&-`)
             null = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`hybridstate plan policy`: a Model-Optimizer DASC policy from our measurements."""
+"""`hybridstate plan policy`: a Model-Optimizer DASC policy from the measurements of `bench restore`."""
 
 from pathlib import Path
 from typing import Annotated, Any
