@@ -11,7 +11,6 @@
 a real engine recorded (`recording`), with standard errors.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from hybridstate.checkpoint.documents import read_object
 from hybridstate.errors import UNREADABLE, NumericError, SourceError, reading
 
 TERMS: Final[dict[str, tuple[str, ...]]] = {
@@ -33,6 +33,10 @@ TERMS: Final[dict[str, tuple[str, ...]]] = {
     "replay": ("fixed", "per_token", "per_token_context"),
 }
 """Operations and the names of their coefficients, in the order of `features`."""
+
+_FORM: Final = (
+    "an object of operations with their numbers, as `cost_model` of a recorded bench simulate"
+)
 
 OPTIONAL: Final = ("per_call",)
 """Terms that a file may leave out; they are zero then."""
@@ -113,7 +117,7 @@ class CostModel:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], source: str) -> "CostModel":
-        """The inverse of `to_json`; operations that are missing keep their default.
+        """The inverse of `to_json`; operations that are missing keep their default, and the source says so.
 
         Raises:
             SourceError: another operation or term, a missing one, or a number that is none.
@@ -145,7 +149,11 @@ class CostModel:
             coefficients[kind] = found
         if "prefill" in document and "replay" not in document:
             coefficients["replay"] = coefficients["prefill"]
-        return cls(str(document.get("source", source)), coefficients, errors)
+        kept = [kind for kind in TERMS if kind not in document]
+        if "prefill" in document and "replay" in kept:
+            kept.remove("replay")
+        note = f"; assumed: {', '.join(kept)}" if kept else ""
+        return cls(f"{document.get('source', source)}{note}", coefficients, errors)
 
     @classmethod
     def read(cls, path: Path) -> "CostModel":
@@ -154,10 +162,8 @@ class CostModel:
         Raises:
             SourceError: it cannot be read.
         """
-        with reading(path, f"cannot read {path.name}"):
-            document = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(document, dict):
-            raise SourceError(f"{path.name} is no cost model", file=str(path))
+        with reading(path, f"cannot read the cost model {path.name}", hint=_FORM):
+            document = read_object(path)
         return cls.from_json(document, path.name)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 from hybridstate.bench.quality_options import Options
 from hybridstate.bench.quality_rows import loaded_share, summary
 from hybridstate.bench.timing import device_record
+from hybridstate.checkpoint.documents import read_object, result_of
 from hybridstate.defaults import RANDOM_MASK_SEEDS
 from hybridstate.errors import UsageError, reading
 from hybridstate.quality.questions import FILLER_TOKENS
@@ -130,8 +131,7 @@ def earlier(path: Path, header: Mapping[str, Any]) -> Quality:
     """
     hint = "a document of `bench quality`, whole or partial"
     with reading(path, f"cannot read the blocks of {path.name}", hint=hint):
-        document = json.loads(path.read_text(encoding="utf-8"))
-        document = document.get("result", document)
+        document = result_of(read_object(path))
         found = Quality(
             {name: document[name] for name in header},
             blocks=list(document["blocks"]),

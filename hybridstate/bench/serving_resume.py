@@ -3,7 +3,6 @@
 The number of a point's seeds says which they are (`serving_points.point_of`), so nothing else is kept of who ran them.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from hybridstate.bench.serving_arms import Profile
 from hybridstate.bench.serving_points import NOT_BEGUN, Key, differing, other_commits
 from hybridstate.bench.sweep import Options
 from hybridstate.bench.traces import Trace
+from hybridstate.checkpoint.documents import read_object, result_of
 from hybridstate.errors import UsageError, reading
 from hybridstate.provenance import environment
 
@@ -111,11 +111,9 @@ def read_earlier(path: Path) -> Earlier:
     """
     hint = "a document of `bench serve`, whole or partial"
     with reading(path, f"cannot read the points of {path.name}", hint=hint):
-        whole = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(whole, dict) or not isinstance(whole.get("result", whole), dict):
-            raise TypeError("it holds no result")
+        whole = read_object(path)
         command = whole.get("command", "bench serve")
-        document = dict(whole.get("result", whole))
+        document = dict(result_of(whole))
         if command != "bench serve":
             raise TypeError(f"it is a result of `{command}`")
         if document.get("simulated"):

@@ -1,11 +1,11 @@
 """What `bench serve` and `bench simulate` share: options, traces, profiles, and fits from recorded files."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from hybridstate.checkpoint.documents import read_object, result_of
 from hybridstate.errors import SourceError, UsageError, reading
 
 if TYPE_CHECKING:
@@ -231,8 +231,7 @@ def recorded_fit(
     """
     hint = "a document of `bench serve`"
     with reading(path, f"cannot read measured points from {path.name}", hint=hint):
-        document = json.loads(path.read_text(encoding="utf-8"))
-        document = document.get("result", document)
+        document = result_of(read_object(path))
         points = [point for point in document["points"] if "skipped" not in point]
         measured = document.get("model", model)
         given = document.get("trace")
@@ -290,8 +289,7 @@ def with_exchange(cost: "CostModel", path: Path) -> "CostModel":
 
     hint = "a document of `bench exchange`"
     with reading(path, f"cannot read exchanges from {path.name}", hint=hint):
-        document = json.loads(path.read_text(encoding="utf-8"))
-        document = document.get("result", document)
+        document = result_of(read_object(path))
         ranks, backend = int(document["protocol"]["tp"]), str(document["protocol"]["backend"])
         rows = document["exchange"]
         alone = {(r["w_max"], r["checkpoints"]): r for r in rows if r["mode"] == "off"}

@@ -17,6 +17,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridstate.checkpoint.documents import an_object, parse_json, read_bytes, read_lines
 from hybridstate.errors import SourceError, UsageError, reading
 from hybridstate.runtime.radix import Tokens
 
@@ -27,6 +28,8 @@ FORMATS: Final = ("sharegpt", "messages", "mooncake")
 
 MOONCAKE_BLOCK: Final = 512
 """Tokens that one hash of a Mooncake trace stands for."""
+
+_MOONCAKE_FORM: Final = "one object a line with timestamp, input_length, output_length and hash_ids"
 
 MAX_CONTEXT: Final = 16_384
 MAX_REPLY: Final = 1_024
@@ -317,26 +320,39 @@ def read_trace(
 def _messages(path: Path, style: str) -> list[list[tuple[str, str]]]:
     """(role, text) of every conversation; roles are `user` and `assistant`, others are joined to the next user."""
     with reading(path, f"cannot read {path.name}"):
-        text = path.read_text(encoding="utf-8")
-        if style == "sharegpt":
-            rows = json.loads(text)
-        else:
-            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+        rows = _conversations(path) if style == "sharegpt" else read_lines(path)
     hint = (
         "sharegpt: a list with `conversations` of {from, value}; messages: one object a line with `messages` or "
         "`conversation` of {role, content}"
     )
-    with reading(path, f"{path.name} is no {style} file", hint=hint):
-        return [_row(row) for row in rows]
+    part = "conversation" if style == "sharegpt" else "line"
+    found = []
+    for number, row in rows:
+        with reading(path, f"{path.name} is no {style} file: {part} {number}", hint=hint):
+            found.append(_row(row))
+    return found
+
+
+def _conversations(path: Path) -> list[tuple[int, Any]]:
+    """The entries of a JSON list, counted from one."""
+    try:
+        rows = parse_json(read_bytes(path))
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(rows, list):
+        raise TypeError("a list of conversations is expected")
+    return list(enumerate(rows, start=1))
 
 
 def _row(row: Any) -> list[tuple[str, str]]:
     parts: Any = row if isinstance(row, list) else None
     for key in ("conversations", "messages", "conversation"):
-        if parts is None and key in row:
+        if parts is None and isinstance(row, dict) and key in row:
             parts = row[key]
     if not isinstance(parts, list):
         raise TypeError("a row without a list of messages")
+    for part in parts:
+        an_object(part, "a message")
     roles = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant"}
     return [
         (
@@ -368,11 +384,14 @@ def _turns(
 
 def _mooncake(path: Path, *, context: int, reply: int, limit: int | None, vocabulary: int) -> Trace:
     rows: list[tuple[float, int, int, list[int]]] = []
-    with reading(path, f"cannot read {path.name} as a Mooncake trace"):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            if not line.strip() or (limit is not None and len(rows) == limit):
-                continue
-            row = json.loads(line)
+    failed = f"cannot read {path.name} as a Mooncake trace"
+    with reading(path, failed, hint=_MOONCAKE_FORM):
+        lines = read_lines(path)
+    for place, value in lines:
+        if limit is not None and len(rows) == limit:
+            break
+        with reading(path, f"{failed}: line {place}", hint=_MOONCAKE_FORM):
+            row = an_object(value, "a request")
             length, hashes = int(row["input_length"]), [int(h) for h in row["hash_ids"]]
             if 0 < length <= context and len(hashes) * MOONCAKE_BLOCK >= length:
                 output = min(reply, max(1, int(row["output_length"])))

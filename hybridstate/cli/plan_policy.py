@@ -67,7 +67,7 @@ def policy(
         from hybridstate import api
         from hybridstate.checkpoint import open_checkpoint
         from hybridstate.cli.bench_output import check_output
-        from hybridstate.errors import UsageError
+        from hybridstate.errors import SourceError, UsageError
         from hybridstate.plan.policy import GATES, Variant, policy_bytes
         from hybridstate.plan.policy_model import build_policy, measurements_of
         from hybridstate.provenance import sha256_json, write_file
@@ -82,7 +82,10 @@ def policy(
         a_s = parse_gate_input(gate_input)
         found = api.analyze(model, gate_input=a_s, epsilon=epsilon)
         checkpoint = open_checkpoint(model)
-        rows = measurements_of(measured, checkpoint, found.horizons, variants[load])
+        try:
+            rows = measurements_of(measured, checkpoint, found.horizons, variants[load])
+        except SourceError as error:
+            raise SourceError(f"{result}: {error}", hint=error.hint, file=str(result)) from error
         made = build_policy(
             checkpoint,
             rows,
@@ -120,16 +123,15 @@ def _read(file: Path) -> dict[str, Any]:
     Raises:
         SourceError: not readable, or no JSON object.
     """
-    import json
-
+    from hybridstate.checkpoint.documents import an_object, parse_json, read_bytes, result_of
     from hybridstate.errors import SourceError
 
     path = file / "restore.json" if file.is_dir() else file
     try:
-        document = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise SourceError(f"{path}: not readable as JSON: {error}", file=str(path)) from error
-    result = document.get("result", document) if isinstance(document, dict) else None
-    if not isinstance(result, dict):
-        raise SourceError(f"{path}: expected a JSON object", file=str(path))
-    return result
+        return result_of(an_object(parse_json(read_bytes(path)), "the document"))
+    except (OSError, ValueError, TypeError) as error:
+        raise SourceError(
+            f"{path}: not readable as JSON: {error}",
+            hint="record it with `hybridstate bench restore MODEL -o FILE.json`",
+            file=str(path),
+        ) from error

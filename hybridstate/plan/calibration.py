@@ -6,7 +6,6 @@
 `[H, V]`, `value_order` i16 `[H, V]` and `protected_reorder` i16 `[H, K_hi]`.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridstate.checkpoint.documents import an_object, parse_json, read_bytes
 from hybridstate.errors import UNREADABLE, PlanMismatch, SourceError
 from hybridstate.plan.schema import ValidationRow
 from hybridstate.provenance import sha256_bytes
@@ -88,17 +88,18 @@ def read_calibration(path: str | Path) -> Calibration:
                 expected=needed.name,
             )
     try:
-        content = json.loads(file.read_bytes())
+        content = an_object(parse_json(read_bytes(file)), file.name)
         arrays = load_file(arrays_file)
-    except (OSError, ValueError, TypeError, RecursionError, SafetensorError) as error:
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise SourceError(
             f"{folder}: not readable: {error}", hint=_AGAIN, file=str(folder)
         ) from error
     try:
         return _parse(folder, content, arrays)
     except UNREADABLE as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise SourceError(
-            f"{file}: {type(error).__name__} at {error}: not a calibration this version reads",
+            f"{file}: not a calibration this version reads: {reason}",
             hint=_AGAIN,
             file=str(file),
         ) from error

@@ -5,13 +5,13 @@ dense restore. Of all tested cutoffs the largest whose KL is at most X is taken,
 measured masks have to be those of the plan: same checkpoint, same gate input.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
+from hybridstate.checkpoint.documents import an_object, parse_json, read_bytes, result_of
 from hybridstate.errors import UNREADABLE, PlanMismatch, SourceError, UsageError
 from hybridstate.plan.select import Selection
 from hybridstate.provenance import check_digests, sha256_bytes
@@ -133,9 +133,8 @@ def read_measured(path: str | Path, digests: Mapping[str, str], *, policy: str =
     file = Path(path)
     file = file / "restore.json" if file.is_dir() else file
     try:
-        raw = file.read_bytes()
-        document = json.loads(raw)
-        result = document.get("result", document)
+        raw = read_bytes(file)
+        result = result_of(an_object(parse_json(raw), "the document"))
         recorded: dict[str, str] = result["model_digests"]
         protocol = result["protocol"]
         found = Measured(

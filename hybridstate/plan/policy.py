@@ -15,6 +15,7 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from hybridstate.checkpoint.documents import an_object, parse_json, read_bytes
 from hybridstate.errors import SourceError
 
 Variant = Literal["dasc_nr", "dasc_wr"]
@@ -166,8 +167,11 @@ def read_policy(path: str | Path) -> Policy:
         return found
 
     try:
-        content = json.loads(
-            file.read_bytes(), parse_constant=refuse_constant, object_pairs_hook=refuse_repeated
+        content = an_object(
+            parse_json(
+                read_bytes(file), parse_constant=refuse_constant, object_pairs_hook=refuse_repeated
+            ),
+            "the policy",
         )
         return Policy.model_validate(content)
     except ValidationError as error:
@@ -175,7 +179,7 @@ def read_policy(path: str | Path) -> Policy:
         place = ".".join(map(str, first["loc"])) or "document"
         message = str(first["msg"]).removeprefix("Value error, ")
         raise SourceError(f"{file}: {place}: {message}", file=str(file)) from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise SourceError(f"{file}: not readable as JSON: {error}", file=str(file)) from error
 
 

@@ -159,8 +159,9 @@ def measurements_of(
     try:
         return tuple(_measured(result, checkpoint, horizons, variant))
     except (KeyError, TypeError, AttributeError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise SourceError(
-            f"{type(error).__name__} at {error}: not a result of `bench restore` with prose",
+            f"not a result of `bench restore` with prose: {reason}",
             hint="run `hybridstate bench restore MODEL -o FILE` with this version",
         ) from error
 

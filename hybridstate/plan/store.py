@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from hybridstate.checkpoint.documents import parse_json, read_bytes
 from hybridstate.errors import PlanMismatch, SourceError
 from hybridstate.plan.check import check_arrays, check_meaning
 from hybridstate.plan.placement import packed_order
@@ -304,10 +305,10 @@ def _load_json(file: Path) -> dict[str, Any]:
         return content
 
     try:
-        content = json.loads(
-            file.read_bytes(), parse_constant=refuse_constant, object_pairs_hook=refuse_twice
+        content = parse_json(
+            read_bytes(file), parse_constant=refuse_constant, object_pairs_hook=refuse_twice
         )
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise SourceError(
             f"{file}: not readable as JSON: {error}", hint="export the plan again", file=str(file)
         ) from error

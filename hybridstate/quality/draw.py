@@ -1,6 +1,5 @@
 """One seed's finished part of a calibration, in memory and as two files."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -10,6 +9,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from hybridstate.checkpoint.documents import an_object, parse_json, read_bytes
 from hybridstate.errors import UNREADABLE, SourceError
 from hybridstate.provenance import canonical_json, write_file
 from hybridstate.quality.decoded import TaskScores
@@ -72,7 +72,7 @@ def read_draw(folder: Path) -> tuple[Draw, dict[str, Any]] | None:
     if not file.is_file():
         return None
     try:
-        content = json.loads(file.read_bytes())
+        content = an_object(parse_json(read_bytes(file)), file.name)
         arrays = load((folder / ARRAYS_FILE).read_bytes())
 
         def part(name: str) -> dict[str, NDArray[Any]]:

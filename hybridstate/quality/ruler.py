@@ -10,7 +10,6 @@ templates and numbers are those of RULER (Hsieh et al., 2024; NVIDIA/RULER, Apac
 in the last stretch before the question, which the cache has not seen, and words, essays and documents are others.
 """
 
-import json
 import lzma
 import re
 import string
@@ -19,10 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 
+from hybridstate.checkpoint.documents import an_object, parse_json, read_bytes
 from hybridstate.errors import UNREADABLE, SourceError, UsageError
 
 Rule = Literal["all", "part"]
@@ -376,9 +376,9 @@ def _squad(
 ) -> tuple[tuple[str, ...], tuple[tuple[int, str, tuple[str, ...]], ...]]:
     """Paragraphs and questions of a file in SQuAD's form."""
     try:
-        raw = path.read_bytes()
-        text = (lzma.decompress(raw) if path.suffix == ".xz" else raw).decode("utf-8")
-        document: Any = json.loads(text)
+        raw = read_bytes(path)
+        unpacked = lzma.decompress(raw) if path.suffix == ".xz" else raw
+        document = an_object(parse_json(unpacked), "the document")
         documents: list[str] = []
         questions: list[tuple[int, str, tuple[str, ...]]] = []
         for article in document["data"]:
@@ -389,8 +389,9 @@ def _squad(
                         questions.append((len(documents), str(item["question"]), answers))
                 documents.append(str(part["context"]))
     except (OSError, lzma.LZMAError, *UNREADABLE) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise SourceError(
-            f"cannot read questions from {path.name}: {type(error).__name__}: {error}",
+            f"cannot read questions from {path.name}: {reason}",
             hint="a JSON file in SQuAD's form, plain or .xz",
             file=str(path),
         ) from error

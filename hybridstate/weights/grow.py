@@ -114,7 +114,7 @@ def changed_config(config: Mapping[str, Any], found: Growth) -> dict[str, Any]:
 
 def rewrite_config(file: Path, found: Growth) -> None:
     """Change the number of key heads in a `config.json`, leaving its other bytes alone where possible."""
-    text = file.read_text(encoding="utf-8")
+    text = file.read_text(encoding="utf-8-sig")
     expected = changed_config(json.loads(text), found)
     last = found.field.rpartition(".")[2]
     pattern = rf'("{re.escape(last)}"\s*:\s*){found.before}(?!\d)'
@@ -129,7 +129,7 @@ def rewrite_config(file: Path, found: Growth) -> None:
 
 def rewrite_index(file: Path, found: Growth, checkpoint: Checkpoint) -> None:
     """Correct the totals of an index: bytes, and parameters where it counts them."""
-    text = file.read_text(encoding="utf-8")
+    text = file.read_text(encoding="utf-8-sig")
     parameters = sum(
         (_nbytes("U8", shape) - _nbytes("U8", checkpoint.entries[name].shape))
         for name, shape in found.shapes.items()

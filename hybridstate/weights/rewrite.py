@@ -228,7 +228,7 @@ def _name_plan(config: Path, plan: Plan) -> None:
         "schema": plan.document.schema_version,
         "digest": plan.digest,
     }
-    text = config.read_text(encoding="utf-8")
+    text = config.read_text(encoding="utf-8-sig")
     before = json.loads(text)
     body = text.rstrip().removesuffix("}").rstrip()
     inner = json.dumps(reference, indent=2).replace("\n", "\n  ")

@@ -28,7 +28,12 @@ FILES = {
     "infinite ranks": json.dumps({"protocol": {"tp": 1e999, "backend": "gloo"}, "exchange": []}),
     "a huge coefficient": json.dumps({"pack": {"call": 10**400, "byte": 1}}),
     "latin": b"\xff\xfe",
+    "null": "null",
+    "no result": '{"ok": false, "result": null}',
+    "a result that is a list": '{"result": []}',
 }
+PYTHON = ("object", "subscriptable", "iterable", "indices", "Errno", "codec", "recursion", "sys.")
+"""What Python says of a wrong value, which is no help to whoever gave the file."""
 SIMULATE = ["bench", "simulate", "--conversations", "3", "--clients", "2", "--seeds", "1"]
 SIMULATE += ["--limit", "2", "--ratio", "1", "--no-control"]
 
@@ -44,14 +49,18 @@ def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_recordings_of_another_form_are_one_line(file: Path, option: str) -> None:
     done = CliRunner().invoke(app, [*SIMULATE, option, str(file)])
     assert done.exit_code == 3, done.output
-    assert "given.json" in done.output or "cost model" in done.output
+    error = next(line for line in done.output.splitlines() if line.startswith("error: "))
+    assert "given.json" in error
+    assert not any(word in error.replace("an object is expected", "") for word in PYTHON), error
     assert "Traceback" not in done.output
 
 
 @pytest.mark.parametrize("style", ["sharegpt", "messages", "mooncake", "wildchat-shape"])
 def test_traces_of_another_form_are_one_line(file: Path, style: str) -> None:
-    with pytest.raises(SourceError, match=r"given\.json"):
+    with pytest.raises(SourceError, match=r"given\.json") as failed:
         trace_of(style, file, 3)
+    error = failed.value.message.replace("an object is expected", "")
+    assert not any(word in error for word in PYTHON), error
 
 
 @pytest.mark.parametrize("read", [lambda p: with_exchange(CostModel.default(), p), CostModel.read])
@@ -85,3 +94,60 @@ def test_slots_that_the_device_cannot_hold_are_refused() -> None:
     check_fits(Arm("dense", State("dense", None, "fp32", 2**20, 0)), 8, 0, torch.device("cpu"))
     with pytest.raises(UsageError, match=r"nr-16: slots of [\d,]+\.0 GiB, the cpu has"):
         check_fits(Arm("nr-16", state, state), 1000, 1000, torch.device("cpu"))
+
+
+MARK = "\ufeff"
+MESSAGES = {
+    "messages": [
+        {"role": "user", "content": "ask\u2028on"},
+        {"role": "assistant", "content": "said"},
+    ]
+}
+LONG = [{"role": "user", "content": "x" * 1500}, {"role": "assistant", "content": "said"}]
+REQUEST = {"timestamp": 0, "input_length": 9, "output_length": 2, "hash_ids": [1]}
+
+
+@pytest.mark.parametrize(
+    ("style", "content"),
+    [
+        ("sharegpt", json.dumps([MESSAGES], ensure_ascii=False)),
+        ("messages", f"{json.dumps(MESSAGES, ensure_ascii=False)}\r\n\n"),
+        ("wildchat-shape", json.dumps({"conversation": LONG * 4})),
+        ("mooncake", f"{json.dumps(REQUEST)}\n"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("mark", ["", MARK], ids=["plain", "byte order mark"])
+def test_traces_may_start_with_a_byte_order_mark_and_hold_any_line_separator(
+    style: str, content: str, mark: str, tmp_path: Path
+) -> None:
+    """U+2028 stands inside JSON strings as it is; only a line feed ends a line."""
+    file = tmp_path / "given.json"
+    file.write_text(mark + content, encoding="utf-8", newline="")
+    assert trace_of(style, file, 3).size == 1
+
+
+def test_a_wrong_line_of_a_trace_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "given.json"
+    good = json.dumps(REQUEST)
+    for lines, style, where in (
+        ([good, "", "{"], "mooncake", "line 3: not JSON"),
+        ([good, '{"input_length": 9}'], "mooncake", "line 2: no 'hash_ids'"),
+        ([good, "7"], "mooncake", "line 2: a request is a number, an object is expected"),
+        ([json.dumps(MESSAGES), "nonsense"], "messages", "line 2: not JSON"),
+        ([json.dumps(MESSAGES), "{}"], "messages", "line 2: a row without a list of messages"),
+        ([json.dumps([MESSAGES, {"messages": [3]}])], "sharegpt", "conversation 2: a message is a number"),
+    ):  # fmt: skip
+        file.write_text("\n".join(lines))
+        with pytest.raises(SourceError, match=rf"given\.json.*: {where}"):
+            trace_of(style, file, 3)
+
+
+def test_a_cost_model_may_start_with_a_byte_order_mark_and_says_what_is_assumed(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "cost.json"
+    document = CostModel.default().to_json()
+    file.write_text(MARK + json.dumps(document), encoding="utf-8")
+    assert CostModel.read(file).to_json() == document
+    file.write_text(json.dumps({name: document[name] for name in ("prefill", "decode", "copy")}))
+    assert CostModel.read(file).source == "cost.json; assumed: pack, load, exchange, check, keys"

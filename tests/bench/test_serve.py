@@ -476,7 +476,7 @@ NO_RESULT = {
     "simulated": ({"command": "bench simulate", "result": {}}, "it is a result of `bench simulate`"),
     "simulated, bare": ({"simulated": True, "points": []}, "it is simulated"),
     "that failed": ({"command": "bench serve", "ok": False, "result": None}, "it holds no result"),
-    "a list": ([1], "it holds no result"),
+    "a list": ([1], "the document is a list, an object is expected"),
     "half": ({"command": "bench serve", "result": {"points": []}}, "no 'control'"),
 }  # fmt: skip
 

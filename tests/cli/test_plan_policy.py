@@ -44,6 +44,30 @@ def test_policy_is_written_and_gives_the_same_plan_back(
     }
 
 
+def test_policies_and_results_may_start_with_a_byte_order_mark(
+    tmp_path: Path, tiny_gdn: Path, result_file: Path
+) -> None:
+    file = tmp_path / "policy.json"
+    result_file.write_bytes(b"\xef\xbb\xbf" + result_file.read_bytes())
+    made = run("plan", "policy", tiny_gdn, result_file, "--w-max", "64", "-o", file)
+    assert made.exit_code == 0, made.output
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    exported = run("export-plan", tiny_gdn, "--policy", file, "-o", tmp_path / "out")
+    assert exported.exit_code == 0, exported.output
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "{", '{"result": null}', "{}"])
+def test_what_is_no_result_of_bench_restore_is_named(
+    text: str, tmp_path: Path, tiny_gdn: Path, result_file: Path
+) -> None:
+    result_file.write_text(text)
+    failed = run("plan", "policy", tiny_gdn, result_file, "-o", tmp_path / "policy.json")
+    assert failed.exit_code == 3
+    assert failed.stderr.startswith(f"error: {result_file}: "), failed.stderr
+    assert "Error at" not in failed.stderr
+    assert "`hybridstate bench restore" in failed.stderr.partition("hint: ")[2]
+
+
 def test_largest_passing_cutoff_is_chosen_or_none(
     tmp_path: Path, tiny_gdn: Path, result_file: Path
 ) -> None:
