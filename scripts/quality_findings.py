@@ -66,7 +66,7 @@ def _compressed(results: Results) -> bool:
     )
 
 
-def _own(result: Result) -> list[Group]:
+def own(result: Result) -> list[Group]:
     return [group for group in groups(result) if answers(result, group)]
 
 
@@ -74,11 +74,11 @@ def _zeros(results: Results) -> str:
     """NR against dense, and whether that is what DASC reports."""
     lines, first, worst = [], [], {}
     for name, result in results.items():
-        if not _own(result):
+        if not own(result):
             continue
         found = {
             (group, w): difference(result, group, [f"nr-{w}"])
-            for group in _own(result)
+            for group in own(result)
             for w in cutoffs(result)
         }
         first += [abs(e.mean) for (_, w), e in found.items() if w == 16]
@@ -123,7 +123,7 @@ def _single(result: Result) -> str:
     """The task that NR loses most of, where the mean over tasks may hide it."""
     found = {
         (block["task"], group, w): mean_difference([block], [f"nr-{w}"], ["dense"])
-        for group in _own(result)
+        for group in own(result)
         for block in blocks_of(result, group)
         for w in cutoffs(result)
     }
@@ -138,7 +138,7 @@ def _random(results: Results) -> str:
     for name, result in results.items():
         cases, equal, spreads = 0, 0, []
         cells = []
-        for group in _own(result):
+        for group in own(result):
             found = []
             for w in cutoffs(result):
                 names = masks(result, w)
@@ -173,7 +173,7 @@ def _replay(results: Results) -> str:
     found = {
         (name, group, w): difference(result, group, [f"wr-{w}"], [f"nr-{w}"])
         for name, result in results.items()
-        for group in _own(result)
+        for group in own(result)
         for w in cutoffs(result)
     }
     if not found:
@@ -215,7 +215,7 @@ def _int8(results: Results) -> str:
     pairs = []
     for result in results.values():
         names = [f"{policy}-{w}" for policy in ("nr", "wr") for w in cutoffs(result)]
-        for group in _own(result):
+        for group in own(result):
             found = [(f"{n}+int8", n) for n in names] + [("int8-checkpoint", "dense")]
             pairs += [difference(result, group, [a], [b]) for a, b in found]
     if not pairs:
@@ -332,7 +332,7 @@ def _apart(results: Results, name: str) -> list[Estimate]:
     return [
         difference(r, group, [name])
         for r in results.values()
-        for group in _own(r)
+        for group in own(r)
         if name in _formats(r)
     ]
 
@@ -370,7 +370,7 @@ def _lossy(results: Results) -> str:
         f"`{name}` {points(e)} (`{model}`, {ENDS[group[1]]})"
         for name in _all_formats(results)
         for model, r in results.items()
-        for group in _own(r)
+        for group in own(r)
         if name in _formats(r) and (e := difference(r, group, [name])).mean < 0 and beyond(e)
     ]
     if not lost:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import calibration_tables
+import claims
 import findings
 import pictures
 import quality_findings
@@ -190,7 +191,12 @@ def results() -> str:
         for section, text in written
         if text and section.level == 2
     ]
+    beside = claims.claims()
+    if beside:
+        links.insert(0, "[Beside the papers](#beside-the-papers)")
     parts.append(" · ".join(links) + "\n")
+    if beside:
+        parts += ["## Beside the papers\n", f"{beside}\n"]
     for _, text in written:
         parts += text
     return "\n".join(parts)

@@ -132,7 +132,9 @@ def changes_by_ratio(results: Sequence[Result]) -> str:
             cells = [_change(found.get((arm, ratio)), result["seeds"]) for ratio in ratios]
             name = "tokens that dense hits" if arm == "dense" else f"TTFT of {arm}"
             rows.append([f"`{result['model']}`, {name}", *cells])
-    return tables.markdown(["working set over dense slots", *(f"{ratio:g}" for ratio in ratios)], rows)
+    return tables.markdown(
+        ["working set over dense slots", *(f"{ratio:g}" for ratio in ratios)], rows
+    )
 
 
 def _change(point: Result | None, seeds: int) -> str:
