@@ -34,9 +34,9 @@ KINDS = ("gdn", "kda")
 SYNTHETIC = " (synthetic weights)"
 LEAD = (
     "Published: Qwen3-Next / Kimi-Linear / Kimi-K3 (DASC), GDN / KDA (DAMP), or as named. Here: `tiny-gdn` / "
-    "`tiny-kda`, two models of five million parameters trained so that only the state can answer, or as named; full-size "
-    "models have synthetic weights, which tell time and nothing about answers. Where models differ so much, another number is "
-    "no contradiction, but a reason to measure the model in question."
+    "`tiny-kda`, two models of five million parameters trained so that only the state can answer, or as named; "
+    "full-size models have synthetic weights, which tell time and nothing about answers. Where models differ "
+    "so much, another number is no contradiction, but a reason to measure the model in question."
 )
 
 
