@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import secrets
 import shutil
 import subprocess
@@ -35,6 +36,9 @@ PACKAGES: Final = (
 """Distributions whose versions can change a result; fla changes the kernels transformers picks."""
 
 _CHUNK_BYTES: Final = 1 << 20
+_PLAIN: Final = r"(?:-?\d[\d.eE+-]*|true|false|null)"
+_NUMBERS: Final = re.compile(rf"\[\n\s*({_PLAIN}(?:,\n\s*{_PLAIN})*)\n\s*\]")
+"""Such a list as `json.dumps` breaks it: a string cannot look like it, because its line breaks are escaped."""
 
 
 def canonical_json(value: Any) -> bytes:
@@ -43,6 +47,20 @@ def canonical_json(value: Any) -> bytes:
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     )
     return text.encode()
+
+
+def readable_json(value: Any) -> bytes:
+    """JSON to read and to compare line by line: one key a line, a list of plain numbers on one line; UTF-8.
+
+    Raises:
+        ValueError: NaN or infinity.
+    """
+    text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
+    return f"{_NUMBERS.sub(_on_one_line, text)}\n".encode()
+
+
+def _on_one_line(match: re.Match[str]) -> str:
+    return f"[{' '.join(match[1].split())}]"
 
 
 def sha256_bytes(data: bytes) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from hybridstate.provenance import environment  # noqa: E402
+from hybridstate.provenance import environment, readable_json  # noqa: E402
 from hybridstate.runtime.admission import Admission, Pools  # noqa: E402
 from hybridstate.trajectories.model import LoadedModel, load_model  # noqa: E402
 from tests.runtime.cache_stress import Stress  # noqa: E402
@@ -187,7 +187,7 @@ def main() -> None:
             "provenance": began,
         }
     )
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    options.output.write_bytes(readable_json(result))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from hybridstate.bench import decode_dummy
 from hybridstate.bench.decode import Options
 from hybridstate.bench.timing import device_record
 from hybridstate.errors import HybridStateError
-from hybridstate.provenance import environment
+from hybridstate.provenance import environment, readable_json
 from hybridstate.trajectories.dummy import dummy_model
 from hybridstate.trajectories.prompts import heldout_text
 
@@ -59,7 +59,7 @@ def main() -> int:
             "provenance": kept.get("provenance"),
             "result": {name: value for name, value in kept.items() if name != "provenance"},
         }
-        given.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        given.json.write_bytes(readable_json(document))
 
     shown: list[int] = []
 

@@ -9,6 +9,8 @@ import json
 import sys
 from pathlib import Path
 
+from hybridstate.provenance import readable_json
+
 
 def recorded(printed: dict[str, object], arguments: list[str]) -> dict[str, object]:
     """The document with its provenance in front; folders that were written are left out."""
@@ -32,8 +34,7 @@ def main() -> int:
         sys.stderr.write(f"{__doc__}\n")
         return 2
     document = json.loads(Path(sys.argv[1]).read_text("utf-8"))
-    text = json.dumps(recorded(document, sys.argv[4:]), indent=1, allow_nan=False) + "\n"
-    Path(sys.argv[2]).write_text(text, encoding="utf-8")
+    Path(sys.argv[2]).write_bytes(readable_json(recorded(document, sys.argv[4:])))
     return 0
 
 

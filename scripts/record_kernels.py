@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hybridstate.provenance import readable_json
+
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 SOURCES = {
     "codecs": ("codecs.json", "scripts/measure_codecs.py"),
@@ -96,7 +98,7 @@ def keep(path: Path, document: dict[str, Any], replace: bool = False) -> str:
         old, new = entries(before["result"]), entries(document["result"])
         if new < old:
             raise ValueError(f"{new} entries instead of the {old} recorded before")
-    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    path.write_bytes(readable_json(document))
     rows = document["result"].get("rows", ())
     earlier, missing = (sum(key in row for row in rows) for key in ("commit", "left_out"))
     kept = f", {earlier} rows of earlier runs" if earlier else ""

@@ -8,7 +8,6 @@ that several processes can fill the compiler's cache before. Inputs are syntheti
 """
 
 import argparse
-import json
 import sys
 import time
 from dataclasses import replace
@@ -24,7 +23,7 @@ from hybridstate.bench.peers import peer_rows
 from hybridstate.bench.update import FORMATS, GPU_BATCHES, UpdateReport, UpdateRow, run_update
 from hybridstate.bench.update_forms import checked, configurations
 from hybridstate.bench.update_ring import LENGTHS, RingRow, ring_rows
-from hybridstate.provenance import environment
+from hybridstate.provenance import environment, readable_json
 
 LAYERS = (*PUBLISHED, *EMBEDDED)
 EQUAL = {"qwen3.5-35b-a3b": "qwen3-next", "qwen3.6-35b-a3b": "qwen3-next"}
@@ -146,7 +145,7 @@ def write(path: Path, report: UpdateReport) -> None:
         "result": replace(report, protocol=protocol).to_json(),
     }
     aside = path.with_name(f"{path.name}.part")
-    aside.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    aside.write_bytes(readable_json(document))
     aside.replace(path)
 
 

@@ -1,6 +1,7 @@
 """Canonical JSON, digests, versions, and folders that appear whole or not at all."""
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from hybridstate.provenance import (
     check_writable,
     environment,
     fresh_folder,
+    readable_json,
     sha256_bytes,
     sha256_file,
     sha256_json,
@@ -274,3 +276,28 @@ def test_folder_that_another_process_filled_meanwhile_is_left_alone(tmp_path: Pa
         second()
     assert (tmp_path / "out" / "a").read_text() == "first"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_readable_json_keeps_values_and_puts_numbers_on_one_line() -> None:
+    value = {
+        "samples": [1.5e-05, -2, 0.0, None, True],
+        "rows": [[1, 2], [3.0, 4]],
+        "names": ["a", "[\n1,\n2\n]"],
+        "empty": [],
+        "points": [{"x": [1]}, {"x": []}],
+        "word": "größer",
+    }
+    text = readable_json(value).decode()
+    assert json.loads(text) == value
+    assert ' "samples": [1.5e-05, -2, 0.0, null, true],\n' in text
+    assert ' "rows": [\n  [1, 2],\n  [3.0, 4]\n ],\n' in text
+    assert '"x": [1]' in text
+    assert "größer" in text
+    assert text.endswith("}\n")
+    with pytest.raises(ValueError, match="JSON"):
+        readable_json([float("nan")])
+
+
+@given(JSON)
+def test_readable_json_is_the_value(value: object) -> None:
+    assert json.loads(readable_json(value)) == value
