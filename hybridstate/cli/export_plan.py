@@ -24,6 +24,7 @@ from hybridstate.cli.options import (
 )
 from hybridstate.cli.output import Output, command
 from hybridstate.defaults import EPSILON
+from hybridstate.errors import UsageError
 
 if TYPE_CHECKING:
     from hybridstate.plan.orders import KeyOrder, ValueOrder
@@ -178,11 +179,15 @@ def export_plan(
     """
     with command("export-plan", model=model, json=json, quiet=quiet) as out:
         from hybridstate import api
+        from hybridstate.provenance import check_apart
 
+        cutoff = parse_w_max(w_max)
+        _check_load(load, chosen=cutoff == "auto")
+        check_apart(output, measured, policy, gate_input_from)
         exported = api.export_plan(
             model,
             out=output,
-            w_max=parse_w_max(w_max),
+            w_max=cutoff,
             max_kl=max_kl,
             measured_from=measured,
             load=load,
@@ -206,13 +211,27 @@ def export_plan(
             cache_dir=cache_dir,
             progress=out.progress,
         )
-        _show(out, exported)
+        _show(out, exported, checked=check)
         for warning in exported.warnings:
             out.warn(warning)
         out.result(exported.to_json())
 
 
-def _show(out: Output, exported: "ExportedPlan") -> None:
+def _check_load(load: str, *, chosen: bool) -> None:
+    """Refuse a way of loading that is none, or that no cutoff is chosen by.
+
+    Raises:
+        UsageError: it is.
+    """
+    if load not in ("nr", "wr"):
+        raise UsageError(f"--load takes nr or wr, found {load!r}", found=load)
+    if load != "nr" and not chosen:
+        raise UsageError(
+            "--load says by which measurements a cutoff is chosen", hint="add --w-max auto"
+        )
+
+
+def _show(out: Output, exported: "ExportedPlan", *, checked: bool) -> None:
     from hybridstate.cli.plan import show_plan
 
     show_plan(out, exported.plan, digest=exported.digest)
@@ -260,6 +279,8 @@ def _show(out: Output, exported: "ExportedPlan") -> None:
             f"{exported.verification['state_error']:.1e}, "
             f"{exported.verification['differing'] or 'no'} tokens differ"
         )
+    elif checked and exported.written:
+        out.text("checked: the bundle reads back and belongs to the model; no weights were written")
     if exported.kernels is not None:
         out.text(f"wrote {exported.kernels}: check it with python {exported.kernels} --check")
     out.text(f"{'wrote' if exported.written else 'would write'} {exported.path}")

@@ -13,7 +13,7 @@ from hybridstate.kernels.emit import MODULE_FILE, StepSpec, emit
 from hybridstate.kernels.layout import PackedLayout
 from hybridstate.plan.compare import verify_against
 from hybridstate.plan.store import OUTPUT_MARKS, Array, Plan, read_plan, write_files
-from hybridstate.provenance import fresh_folder, write_file
+from hybridstate.provenance import check_writable, fresh_folder, write_file
 from hybridstate.weights.card import write_card
 from hybridstate.weights.rewrite import Layout, write_checkpoint
 
@@ -122,7 +122,7 @@ def check_kernels(plan: Plan, kernels: Path | None, target: Path, *, force: bool
     """Refuse before the first byte what could not be emitted.
 
     Raises:
-        UsageError: the plan has no packed state, or the module exists already.
+        UsageError: the plan has no packed state, or the module exists already or cannot be written.
     """
     if kernels is None:
         return
@@ -134,6 +134,14 @@ def check_kernels(plan: Plan, kernels: Path | None, target: Path, *, force: bool
             "there is no kernel for a plan without a packed state", hint="add --calibration DIR"
         )
     file = kernels / MODULE_FILE
+    try:
+        check_writable(file)
+        taken = file.is_dir() or kernels.is_file()
+    except OSError as error:
+        raise UsageError(f"cannot write {file}: {error.strerror}", file=str(file)) from error
+    if taken:
+        what = f"{kernels} is a file" if kernels.is_file() else f"{file} is a folder"
+        raise UsageError(f"cannot write {file}: {what}", file=str(file))
     inside = target.resolve() in file.resolve().parents
     if file.exists() and not (force or inside):
         raise UsageError(

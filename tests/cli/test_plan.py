@@ -219,3 +219,40 @@ def test_orders_are_options_of_export_and_shown(tmp_path: Path, tiny_gdn: Path) 
     every = ("--requantise-every", 8, "--no-weights", "-o", tmp_path / "ring")
     ring = run("export-plan", tiny_gdn, "--calibration", plain, *every)
     assert "written at every 8th update" in ring.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--load", "zeros"], "--load takes nr or wr, found 'zeros'"),
+        (["--load", "wr"], "--load says by which measurements a cutoff is chosen"),
+    ],
+)
+def test_a_way_of_loading_that_chooses_nothing_is_refused(
+    options: list[str], message: str, tiny_gdn: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "plan"
+    made = run("export-plan", tiny_gdn, "--w-max", "64", *options, "-o", target)
+    assert made.exit_code == 2
+    assert message in made.stderr
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("option", ["--measured", "--policy", "--gate-input-from"])
+def test_an_export_does_not_replace_what_it_reads(
+    option: str, tiny_gdn: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "plan"
+    assert run("export-plan", tiny_gdn, "--w-max", "64", "-o", target).exit_code == 0
+    kept = target / "mine.json"
+    kept.write_text("{}")
+    made = run("export-plan", tiny_gdn, option, kept, "-o", target, "--force")
+    assert made.exit_code == 2
+    assert f"would replace {kept}, which is read" in made.stderr
+    assert kept.read_text() == "{}"
+
+
+def test_a_check_without_weights_says_what_it_checked(tiny_gdn: Path, tmp_path: Path) -> None:
+    made = run("export-plan", tiny_gdn, "--w-max", "64", "--check", "-o", tmp_path / "plan")
+    assert made.exit_code == 0
+    assert "checked: the bundle reads back and belongs to the model" in made.stdout

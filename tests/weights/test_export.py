@@ -73,3 +73,18 @@ def test_an_existing_module_is_kept_unless_forced(
     assert not (tmp_path / "out").exists()
     export(tiny_gdn, tmp_path / "out", calibration, kernels=file.parent, force=True)
     assert file.read_text() != "mine"
+
+
+@pytest.mark.parametrize("place", ["below a file", "a file", "a folder of that name"])
+def test_a_module_that_cannot_be_written_is_told_before_the_plan_is(
+    place: str, tmp_path: Path, tiny_gdn: Path, calibration: Path
+) -> None:
+    """Whole or not at all: the folder of the plan does not appear without its module."""
+    file = tmp_path / "file"
+    file.touch()
+    kernels = {"below a file": file / "kernels", "a file": file}.get(place, tmp_path / "kernels")
+    if place == "a folder of that name":
+        (kernels / MODULE_FILE).mkdir(parents=True)
+    with pytest.raises(UsageError, match=rf"cannot write .*{MODULE_FILE}: .* is a (file|folder)"):
+        export(tiny_gdn, tmp_path / "out", calibration, kernels=kernels, force=True)
+    assert not (tmp_path / "out").exists()
