@@ -68,6 +68,8 @@ def storage_arms(
         UsageError: an unknown name, or one that needs a plan or a calibration.
         PlanMismatch: the plan is for another model.
     """
+    if plan is not None:  # also where no format takes channels from it: the result names it
+        verify_against(plan, loaded.checkpoint)
     if names is None:
         names = FORMATS + (PLANNED if _has_channels(plan) else ())
     made = [_storage(loaded, parse(name), plan) for name in dict.fromkeys(names) if name != "fp32"]
