@@ -119,6 +119,10 @@ def run_rank(
     except NumericError as error:
         Path(folder, f"rank-{rank}.error").write_text(str(error), encoding="utf-8")
         raise
+    except (RuntimeError, MemoryError) as error:
+        if "allocate" in str(error):  # torch's and NumPy's words for too little memory
+            Path(folder, f"rank-{rank}.memory").write_text(str(error), encoding="utf-8")
+        raise
     finally:
         dist.destroy_process_group()
 
@@ -237,6 +241,7 @@ def run_exchange(
         MissingRequirement: fewer GPUs than ranks.
         PlanMismatch: the ranks do not divide the heads.
         NumericError: a unit arrived elsewhere than the placement says.
+        MemoryError: a rank has too little memory for so many checkpoints.
     """
     if tp < 2:
         raise UsageError(f"an exchange needs at least 2 ranks, found {tp}", found=tp, expected=2)
@@ -269,6 +274,10 @@ def run_exchange(
             while not context.join():
                 continue
         except processes.ProcessRaisedException:
+            if short := sorted(Path(folder).glob("*.memory")):
+                raise MemoryError(
+                    f"{short[0].stem}: {short[0].read_text(encoding='utf-8')}"
+                ) from None
             failed = sorted(Path(folder).glob("*.error"))
             if not failed:
                 raise
