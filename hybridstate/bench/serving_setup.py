@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 BF16_BYTES: Final = 2
 MAX_SCALE: Final = 1.0
 
+MOST_SEEDS: Final = 1_000
+"""Orders of the conversations: as many as a calibration takes."""
+
+MOST_CONVERSATIONS: Final = 1_000_000
+"""Of a trace: more than any recorded one has; an order of them all is kept per seed."""
+
 
 def make_options(
     *,
@@ -50,6 +56,8 @@ def make_options(
     for balance in balances or ():
         if balance not in BALANCES:
             raise UsageError(f"--balance takes {', '.join(BALANCES)}", found=balance)
+    if seeds > MOST_SEEDS:
+        raise UsageError(f"--seeds must be at most {MOST_SEEDS:,}, found {seeds}", found=seeds)
     if every < 0:
         raise UsageError("--every must not be negative", found=every)
     Pools(native=1, policy=policy)
@@ -108,6 +116,11 @@ def trace_of(
 
     if conversations < 1:
         raise UsageError("--conversations must be at least 1", found=conversations)
+    if conversations > MOST_CONVERSATIONS:
+        raise UsageError(
+            f"--conversations must be at most {MOST_CONVERSATIONS:,}, found {conversations}",
+            found=conversations,
+        )
     if not 0 < scale <= MAX_SCALE:
         raise UsageError("--scale is above 0 and at most 1", found=scale)
     if name not in (*GENERATED, *FORMATS):

@@ -3,7 +3,7 @@
 import json as jsonlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -38,6 +38,10 @@ from hybridstate.cli.serving_options import (
     TraceName,
 )
 from hybridstate.cli.serving_output import serving_tables
+from hybridstate.errors import UsageError
+
+MOST_WORKERS: Final = 128
+"""Each is a process with the model; all of them start at once."""
 
 
 def serve(
@@ -130,7 +134,9 @@ def serve(
     """
     with command("bench serve", model=model, json=json, quiet=quiet) as out:
         check_device(device)
-        check_output(output, force=force)
+        check_output(output, force=force, reads=(trace_file,))
+        if workers > MOST_WORKERS:
+            raise UsageError(f"--workers must be at most {MOST_WORKERS}, found {workers}")
         if output is not None:
             check_output(_partial(output), force=True)
         from hybridstate import api
