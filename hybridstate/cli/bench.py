@@ -136,7 +136,7 @@ def restore(
     """
     with command("bench restore", model=model, json=json, quiet=quiet) as out:
         check_device(device)
-        check_output(output, force=force)
+        check_output(output, force=force, reads=(gate_input_from,))
         from hybridstate import api
 
         result = api.bench_restore(

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,11 +22,14 @@ OutputPath = Annotated[
 ]
 
 
-def check_output(path: Path | None, *, force: bool) -> None:
+def check_output(path: Path | None, *, force: bool, reads: Sequence[Path | None] = ()) -> None:
     """Refuse a place that cannot take the result, before any work.
 
+    Args:
+        reads: files that the result is made from; `--force` does not replace one of them.
+
     Raises:
-        UsageError: the file exists, or the folder is not empty, without `--force`.
+        UsageError: the file exists, or the folder is not empty, without `--force`; or the file is read.
     """
     from hybridstate.errors import UsageError
     from hybridstate.provenance import check_output_folder, check_writable
@@ -37,16 +40,29 @@ def check_output(path: Path | None, *, force: bool) -> None:
         check_output_folder(path, force=force)
         return
     try:
-        taken = path.is_dir() or (path.exists() and not force)
+        folder, taken = path.is_dir(), path.exists() and not force
         check_writable(path)
+        read = next((g for g in reads if g is not None and _same_file(g, path)), None)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}", file=str(path)) from error
+    if folder:
+        raise UsageError(f"output {path} is a folder, a file is expected", file=str(path))
     if taken:
         raise UsageError(
             f"output {path} exists",
             hint="choose another file, or replace it with --force",
             file=str(path),
         )
+    if read is not None:
+        raise UsageError(
+            f"output {path} would replace {read}, which is read",
+            hint="choose another file",
+            file=str(path),
+        )
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    return one.exists() and other.exists() and one.samefile(other)
 
 
 def finish(

@@ -157,7 +157,9 @@ def quality(
     """
     with command("bench quality", model=model, json=json, quiet=quiet) as out:
         check_device(device)
-        check_output(output, force=force)
+        check_output(output, force=force, reads=(qa, gate_input_from))
+        if output is not None:
+            check_output(_partial(output), force=True)
         from hybridstate import api
 
         result = api.bench_quality(

@@ -112,7 +112,7 @@ def simulate(
     bits. A sum (nr+int8) is both.
     """
     with command("bench simulate", model=model, json=json, quiet=quiet) as out:
-        check_output(output, force=force)
+        check_output(output, force=force, reads=(trace_file, cost, fit, exchange))
         from hybridstate import api
 
         result = api.bench_simulate(

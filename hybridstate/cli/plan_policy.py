@@ -77,7 +77,7 @@ def policy(
             raise UsageError(f"--load takes nr or wr, found {load!r}", found=load)
         if output.suffix != ".json":
             raise UsageError(f"the policy is one file: give a name in .json, not {output}")
-        check_output(output, force=force)
+        check_output(output, force=force, reads=(result,))
         measured = _read(result)
         a_s = parse_gate_input(gate_input)
         found = api.analyze(model, gate_input=a_s, epsilon=epsilon)

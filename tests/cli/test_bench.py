@@ -211,3 +211,60 @@ def test_folder_in_use_is_refused_before_any_work(tiny_kda: Path, tmp_path: Path
     result = run("restore", tiny_kda, "-o", tmp_path, "--json")
     assert result.exit_code == 2
     assert "not empty" in document(result)["error"]["message"]
+
+
+def test_a_folder_in_place_of_a_file_is_told_as_one(tiny_kda: Path, tmp_path: Path) -> None:
+    """Also of the file for the points so far; `--force` does not help against a folder."""
+    for name, verb in (("out.json", "restore"), ("out.partial.json", "quality")):
+        (tmp_path / name).mkdir()
+        result = run(verb, tiny_kda, "-o", tmp_path / "out.json", "--force")
+        assert result.exit_code == 2
+        assert f"{tmp_path / name} is a folder, a file is expected" in result.stderr
+        (tmp_path / name).rmdir()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["--cost", "--fit", "--exchange", "--trace-file"])
+def test_a_file_that_is_read_is_not_replaced(option: str, tmp_path: Path) -> None:
+    file, link = tmp_path / "given.json", tmp_path / "link.json"
+    file.write_text("{}")
+    link.symlink_to(file)
+    result = run("simulate", option, file, "-o", link, "--force")
+    assert result.exit_code == 2
+    assert f"would replace {file}, which is read" in result.stderr
+    assert file.read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--conversations", "--conversations must be at most 1,000,000, found"),
+        ("--seeds", "--seeds must be at most 1,000, found"),
+        ("--workers", "--workers must be at most 128, found"),
+    ],
+)
+def test_numbers_beyond_all_use_are_refused(option: str, message: str, tiny_kda: Path) -> None:
+    verb = "serve" if option == "--workers" else "simulate"
+    result = run(verb, tiny_kda, option, "99999999999999999999")
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_plan_of_another_model_is_refused_where_no_format_needs_it(
+    tiny_kda: Path, tmp_path: Path
+) -> None:
+    """The result would name the plan."""
+    other = write_checkpoint(tmp_path / "other", "kimi_linear", seed=4)
+    api.export_plan(other, out=tmp_path / "plan", w_max=64)
+    options = ("--tasks", "recall", "--tokens", "256", "--questions", "2", "--format", "none")
+    result = run("quality", tiny_kda, "--plan", tmp_path / "plan", *options)
+    assert result.exit_code == 6, result.output
+
+
+def test_ranks_with_too_little_memory_say_so(tmp_path: Path) -> None:
+    options = ("--device", "cpu", "--w-max", "64", "--checkpoints", "99999999999")
+    result = run("exchange", "tiny-kda", *options, "-o", tmp_path / "out.json")
+    assert result.exit_code == 7, result.output
+    assert "error: not enough memory: rank-" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "out.json").exists()
