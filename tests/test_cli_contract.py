@@ -375,3 +375,16 @@ def test_unparsable_command_line_is_one_line_and_a_hint() -> None:
         "error: Missing argument 'MODEL'.",
         "hint: see hybridstate analyze --help",
     ]
+
+
+@pytest.mark.parametrize("arguments", [["-o", ""], ["--output="], ["--report", ""], ["--text", ""]])
+def test_an_empty_value_is_not_the_current_folder(
+    arguments: list[str], tiny_gdn: Path, tmp_path: Path
+) -> None:
+    """`-o "$OUT"` with OUT unset would write into wherever the shell is."""
+    done = run("analyze", tiny_gdn, *arguments, "--json", cwd=tmp_path)
+    option = arguments[0].rstrip("=")
+    assert done.code == 2
+    assert done.document()["error"]["message"] == f"{option} is empty"
+    assert f"error: {option} is empty" in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -80,6 +80,12 @@ def main() -> None:
             reconfigure(errors="replace")
     arguments = sys.argv[1:]
     try:
+        if empty := _empty_option(arguments):
+            from hybridstate.cli.output import usage_failure
+
+            hint = "a variable of the shell may be unset; leave the option out for its default"
+            usage_failure("", f"{empty} is empty", hint, json="--json" in arguments)
+            sys.exit(2)
         code = app(args=arguments, prog_name="hybridstate", standalone_mode=False)
         sys.stdout.flush()
     except (typer.Abort, KeyboardInterrupt):
@@ -91,6 +97,17 @@ def main() -> None:
     except Exception as error:
         code = _usage(error, arguments)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _empty_option(arguments: list[str]) -> str | None:
+    """An option whose value is no text at all: as a path it would be the current folder."""
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        name, equals, value = argument.partition("=")
+        if argument == "" and before.startswith("-"):
+            return before
+        if name.startswith("--") and equals and not value:
+            return name
+    return None
 
 
 def _interrupted(arguments: list[str]) -> int:
