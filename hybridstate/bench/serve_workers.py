@@ -9,6 +9,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -358,6 +359,9 @@ class Workers:
                 ) from error
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes: after their present runs, or at once where Ctrl-C is what ends them."""
         if self._pool is not None:
+            if isinstance(sys.exception(), KeyboardInterrupt):
+                for process in list((self._pool._processes or {}).values()):
+                    process.terminate()
             self._pool.shutdown(cancel_futures=True)

@@ -260,6 +260,34 @@ def test_a_killed_worker_is_one_line(tiny_kda: Path, monkeypatch: pytest.MonkeyP
         bench_serve(tiny_kda, ratios=(0.5,), seeds=1, arms=("damp",), workers=2, **SMALL)
 
 
+def sleep_long(_job: object) -> None:
+    """A run of a large model, which nobody waits for after Ctrl-C."""
+    time.sleep(300)
+
+
+def test_ctrl_c_does_not_wait_for_the_runs_of_workers(
+    tiny_kda: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may take minutes; the points before it are in the partial file."""
+    monkeypatch.setattr(serve_workers, "_work", sleep_long)
+    monkeypatch.setattr(serve_workers, "_begin", print)
+    served = ("cpu", "wildchat-shape", None, 4, SCALE, Options(clients=1, limits=(1,)))
+    setting = Setting(str(tiny_kda), None, "auto", None, *served)
+    workers = serve_workers.Workers(setting, here=None, count=2)  # type: ignore[arg-type]
+    assert workers._pool is not None
+    running = [workers._pool.submit(sleep_long, None) for _ in range(2)]
+    while not all(run.running() for run in running):
+        time.sleep(0.05)
+    processes = list(workers._pool._processes.values())
+    began = time.monotonic()
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        workers.close()
+    assert time.monotonic() - began < 60
+    assert not any(process.is_alive() for process in processes)
+
+
 ORPHAN = """
 import multiprocessing, os, sys, time
 from hybridstate.bench.serve_workers import _end_with_parent
