@@ -205,6 +205,7 @@ def fit(operations: Operations, source: str) -> CostModel:
     keep their default, a replay takes the prefill's.
 
     Raises:
+        SourceError: a row has another form.
         NumericError: a measured time is not positive and finite.
     """
     coefficients = dict(CostModel.default().coefficients)
@@ -212,6 +213,7 @@ def fit(operations: Operations, source: str) -> CostModel:
     fitted = []
     for kind, terms in TERMS.items():
         rows = operations.get(kind, ())
+        _check_rows(kind, rows)
         if kind == "decode":
             rows = _decode_rows(rows, len(terms))
         if len(rows) <= len(terms):
@@ -220,6 +222,8 @@ def fit(operations: Operations, source: str) -> CostModel:
         if not bool((seconds > 0).all()) or not bool(np.isfinite(seconds).all()):
             raise NumericError(f"a measured {kind} took no positive time")
         design = np.array([features(kind, *row[:-1]) for row in rows], float)
+        if not bool(np.isfinite(design).all()):
+            raise NumericError(f"a measured {kind} has arguments beyond the range of its features")
         expected = seconds
         for _ in range(REWEIGHTINGS):
             coefficients[kind], errors[kind] = _least_squares(design, seconds, expected)
@@ -232,6 +236,25 @@ def fit(operations: Operations, source: str) -> CostModel:
     return CostModel(
         f"{source}: fitted {', '.join(fitted) or 'nothing'}{note}", coefficients, errors
     )
+
+
+def _check_rows(kind: str, rows: Sequence[Sequence[float]]) -> None:
+    """Refuse rows that are not the arguments of `features` and a time.
+
+    Raises:
+        SourceError: one is not; names it by its place.
+    """
+    lengths = {"prefill": (3,), "replay": (3,), "decode": (4, 5)}.get(kind, (2,))
+    for number, row in enumerate(rows):
+        proper = isinstance(row, list | tuple) and len(row) in lengths
+        if not proper or not all(_is_number(value) for value in row):
+            raise SourceError(
+                f"measured {kind} {number} is {row!r:.60}, {' or '.join(map(str, lengths))} numbers are expected"
+            )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 
 def _decode_rows(rows: Sequence[Sequence[float]], terms: int) -> list[Sequence[float]]:

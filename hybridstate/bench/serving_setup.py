@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hybridstate.checkpoint.documents import read_object, result_of
+from hybridstate.checkpoint.documents import an_object, read_object, result_of
 from hybridstate.errors import SourceError, UsageError, reading
 
 if TYPE_CHECKING:
@@ -304,7 +304,10 @@ def with_exchange(cost: "CostModel", path: Path) -> "CostModel":
     with reading(path, f"cannot read exchanges from {path.name}", hint=hint):
         document = result_of(read_object(path))
         ranks, backend = int(document["protocol"]["tp"]), str(document["protocol"]["backend"])
-        rows = document["exchange"]
+        rows = [an_object(row, f"exchange {n}") for n, row in enumerate(document["exchange"])]
+        for number, row in enumerate(rows):
+            for kind in ("store_s", "load_s"):
+                an_object(row[kind], f"{kind} of exchange {number}")
         alone = {(r["w_max"], r["checkpoints"]): r for r in rows if r["mode"] == "off"}
         found = [
             [row["remote_bytes"] / ranks, row[kind]["median"] - alone[key][kind]["median"]]

@@ -5,6 +5,7 @@ hold the other characters that Python counts as line ends.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -38,16 +39,32 @@ def parse_json(
     parse_constant: Callable[[str], Any] | None = None,
     object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
 ) -> Any:
-    """A JSON value in UTF-8, with or without a byte order mark.
+    """A JSON value in UTF-8, with or without a byte order mark; every number in it is finite.
+
+    Args:
+        parse_constant: what to do with NaN and infinities, which are refused without it.
+        object_pairs_hook: as of `json.loads`.
 
     Raises:
         ValueError: it is none, with the reason.
     """
     try:
         text = raw if isinstance(raw, str) else raw.decode("utf-8-sig")
-        return json.loads(text, parse_constant=parse_constant, object_pairs_hook=object_pairs_hook)
+        return json.loads(
+            text,
+            parse_float=_finite,
+            parse_constant=parse_constant or _finite,
+            object_pairs_hook=object_pairs_hook,
+        )
     except (ValueError, RecursionError) as error:
         raise ValueError(why_no_json(error)) from error
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text:.20} is no finite number")
+    return number
 
 
 def an_object(value: Any, what: str) -> dict[str, Any]:

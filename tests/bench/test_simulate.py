@@ -4,6 +4,7 @@ import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ from hybridstate.bench.traces import (
     wildchat_shape,
 )
 from hybridstate.cli.main import app
-from hybridstate.errors import SourceError, UsageError
+from hybridstate.errors import NumericError, SourceError, UsageError
 from hybridstate.runtime.admission import Admission, Counters, Pools
 from hybridstate.runtime.prefix_cache import PrefixCache
 from hybridstate.runtime.tiers import CountingStore
@@ -595,3 +596,28 @@ def test_attention_bytes_per_token() -> None:
     assert kv_token_bytes({"num_key_value_heads": 2, "head_dim": 256}) == 2048
     assert kv_token_bytes({"text_config": {"kv_lora_rank": 512, "qk_rope_head_dim": 64}}) == 1152
     assert kv_token_bytes({}) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "expected"),
+    [
+        ("copy", None, "2 numbers"),
+        ("copy", [1.0], "2 numbers"),
+        ("check", [True, 0.1], "2 numbers"),
+        ("prefill", [0, "5", 0.1], "3 numbers"),
+        ("replay", 7, "3 numbers"),
+        ("decode", [1, 2], "4 or 5 numbers"),
+    ],
+)
+def test_a_measured_row_of_another_form_is_named(kind: str, row: Any, expected: str) -> None:
+    length = int(expected[0])
+    good: list[Any] = [[*range(1, length), 0.1]]
+    with pytest.raises(SourceError, match=rf"measured {kind} 1 is .*, {expected} are expected"):
+        fit({kind: [*good, row]}, "test")
+
+
+def test_rows_of_any_number_are_fitted_and_those_beyond_range_are_refused() -> None:
+    rows = [[np.int64(n), np.float64(1e-3 * n)] for n in range(1, 9)]
+    assert fit({"copy": rows}, "test").coefficients["copy"][1] == pytest.approx(1e-3)
+    with pytest.raises(NumericError, match="prefill has arguments beyond the range"):
+        fit({"prefill": [[0, 1e300, 0.1 * n] for n in range(1, 9)]}, "test")
