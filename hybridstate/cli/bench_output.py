@@ -75,6 +75,7 @@ def finish(
     draw: Callable[[dict[str, Any], Path], None] | None = None,
 ) -> None:
     """Add where the numbers come from, write the document and its figures, hand over the result."""
+    from hybridstate.errors import UsageError
     from hybridstate.provenance import fresh_folder, write_file
 
     document = recorded(out, result, result["device"])
@@ -82,6 +83,12 @@ def finish(
     if path is not None:
         text = json.dumps(document, indent=1, allow_nan=False) + "\n"
         if path.suffix == ".json":
+            if path.exists() and not force:
+                raise UsageError(
+                    f"output {path} was written by another process meanwhile",
+                    hint="choose another file",
+                    file=str(path),
+                )
             write_file(path, text.encode())
         else:
             with fresh_folder(path, force=force) as folder:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from hybridstate import api
+from hybridstate import api, provenance
 from hybridstate.cli.main import app
 from hybridstate.plan.store import read_plan
 from tests.plan.calibrated import write_calibration
@@ -268,3 +268,16 @@ def test_ranks_with_too_little_memory_say_so(tmp_path: Path) -> None:
     assert "error: not enough memory: rank-" in result.stderr
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "out.json").exists()
+
+
+def test_what_another_run_wrote_meanwhile_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both found the place free; the first to end has it."""
+    target = tmp_path / "out.json"
+    monkeypatch.setattr(provenance, "environment", lambda **_: target.write_text("theirs") and {})
+    options = ("--batch", "1", "--samples", "1", "--device", "cpu", "-o", target)
+    result = run("update", "tiny-kda", *options)
+    assert result.exit_code == 2
+    assert f"{target} was written by another process meanwhile" in result.stderr
+    assert target.read_text() == "theirs"
