@@ -206,7 +206,7 @@ def fit(operations: Operations, source: str) -> CostModel:
 
     Raises:
         SourceError: a row has another form.
-        NumericError: a measured time is not positive and finite.
+        NumericError: a measured time is not positive and finite, or arguments are beyond all range.
     """
     coefficients = dict(CostModel.default().coefficients)
     errors: dict[str, tuple[float, ...]] = {}
@@ -271,8 +271,11 @@ def _least_squares(
     design: np.ndarray[Any, Any], seconds: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Non-negative coefficients and their standard errors (0 for those that were set to zero)."""
-    weighted = design / expected[:, None]
-    target = seconds / expected
+    with np.errstate(over="ignore"):
+        weighted = design / expected[:, None]
+        target = seconds / expected
+    if not bool(np.isfinite(weighted).all() and np.isfinite(target).all()):
+        raise NumericError("measured seconds and their arguments are too far apart to be fitted")
     scale = np.maximum(np.abs(weighted).max(0), 1e-300)
     used = np.flatnonzero(np.abs(weighted).max(0) > 0)
     while True:

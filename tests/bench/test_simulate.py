@@ -621,3 +621,5 @@ def test_rows_of_any_number_are_fitted_and_those_beyond_range_are_refused() -> N
     assert fit({"copy": rows}, "test").coefficients["copy"][1] == pytest.approx(1e-3)
     with pytest.raises(NumericError, match="prefill has arguments beyond the range"):
         fit({"prefill": [[0, 1e300, 0.1 * n] for n in range(1, 9)]}, "test")
+    with pytest.raises(NumericError, match="too far apart to be fitted"):
+        fit({"check": [*rows, [1e308, 1e-5]]}, "test")
