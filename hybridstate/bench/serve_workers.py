@@ -138,9 +138,14 @@ def told(error: Exception) -> str:
 
 
 def load_subject(setting: Setting, device: str, ranks: Ranks) -> Subject:
-    """The model with its plan and selections; an exported checkpoint brings its own plan."""
+    """The model with its plan and selections; an exported checkpoint brings its own plan.
+
+    Raises:
+        PlanMismatch: the plan is for another model, also where no arm needs it.
+    """
     from hybridstate.bench.cutoffs import selections_at
     from hybridstate.checkpoint import open_checkpoint
+    from hybridstate.plan.compare import verify_against
     from hybridstate.plan.store import STATE_PLAN, read_plan
     from hybridstate.trajectories.model import load_model, torch_dtype
 
@@ -148,6 +153,8 @@ def load_subject(setting: Setting, device: str, ranks: Ranks) -> Subject:
     plan = None if setting.plan is None else read_plan(setting.plan)
     if plan is None and STATE_PLAN in checkpoint.config:
         plan = read_plan(checkpoint.path)
+    if plan is not None:
+        verify_against(plan, checkpoint)
     loaded = load_model(setting.model, device=device, dtype=torch_dtype(setting.dtype))
     cutoffs = setting.options.cutoffs
     chosen = selections_at(loaded, cutoffs, setting.gate_input)

@@ -256,9 +256,16 @@ def test_a_plan_of_another_model_is_refused_where_no_format_needs_it(
     """The result would name the plan."""
     other = write_checkpoint(tmp_path / "other", "kimi_linear", seed=4)
     api.export_plan(other, out=tmp_path / "plan", w_max=64)
-    options = ("--tasks", "recall", "--tokens", "256", "--questions", "2", "--format", "none")
-    result = run("quality", tiny_kda, "--plan", tmp_path / "plan", *options)
-    assert result.exit_code == 6, result.output
+    for verb, options in (
+        (
+            "quality",
+            ("--tasks", "recall", "--tokens", "256", "--questions", "2", "--format", "none"),
+        ),
+        ("serve", ("--scale", "0.004", "--arm", "int8", "--limit", "1", "--seeds", "1")),
+    ):
+        result = run(verb, tiny_kda, "--plan", tmp_path / "plan", *options)
+        assert result.exit_code == 6, result.output
+        assert "the plan was made for other" in result.stderr
 
 
 def test_ranks_with_too_little_memory_say_so(tmp_path: Path) -> None:
