@@ -233,6 +233,9 @@ def test_a_file_that_is_read_is_not_replaced(option: str, tmp_path: Path) -> Non
     assert result.exit_code == 2
     assert f"would replace {file}, which is read" in result.stderr
     assert file.read_text() == "{}"
+    result = run("simulate", "--cost", "a" * 300, "-o", tmp_path / "new.json")
+    assert result.exit_code == 3, "the file that is read is to blame, not the one to write"
+    assert "cannot read the cost model aaa" in result.stderr
 
 
 @pytest.mark.parametrize(
