@@ -363,15 +363,12 @@ def _write(
     *,
     force: bool,
 ) -> list[str]:
-    import json
-
     from hybridstate.figures import analysis_figures, validation_figures
-    from hybridstate.provenance import environment, fresh_folder
+    from hybridstate.provenance import environment, fresh_folder, readable_json
 
     document = result | {"environment": environment()}
     with fresh_folder(folder, force=force) as partial:
-        text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        (partial / "analysis.json").write_text(text, encoding="utf-8")
+        (partial / "analysis.json").write_bytes(readable_json(document))
         analysis_figures(analysis, partial)
         if validation is not None:
             from hybridstate.bench.timing import device_record
@@ -379,8 +376,7 @@ def _write(
             validation_figures(validation, analysis.source.name, partial)
             kept = {"model": analysis.source.name, "validation": result["validation"]}
             found = recorded(out, kept, device_record(validation["device"]))
-            text = json.dumps(found, indent=1, allow_nan=False) + "\n"
-            (partial / VALIDATION_FILE).write_text(text, encoding="utf-8")
+            (partial / VALIDATION_FILE).write_bytes(readable_json(found))
         names = sorted(path.name for path in partial.iterdir())
     return [str(folder / name) for name in names]
 

@@ -79,7 +79,7 @@ def exchange_table(out: Output, result: dict[str, Any]) -> None:
                 row["mode"],
                 row["checkpoints"],
                 f"{row['capacity']:.2f}x",
-                f"{row['remote_units']} of {row['units']}",
+                f"{row['remote_units']:,} of {row['units']:,}",
                 f"{row['remote_bytes'] / 1e6:.2f}",
                 f"{1e6 * row['store_s']['median']:.0f}",
                 f"{1e6 * row['load_s']['median']:.0f}",

@@ -1,6 +1,5 @@
 """Where the result of a bench verb goes: one JSON file, or a folder with its figures."""
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -80,12 +79,12 @@ def finish(
 ) -> None:
     """Add where the numbers come from, write the document and its figures, hand over the result."""
     from hybridstate.errors import UsageError
-    from hybridstate.provenance import fresh_folder, write_file
+    from hybridstate.provenance import fresh_folder, readable_json, write_file
 
     document = recorded(out, result, result["device"])
     result["provenance"] = document["provenance"]
     if path is not None:
-        text = json.dumps(document, indent=1, allow_nan=False) + "\n"
+        text = readable_json(document)
         if path.suffix == ".json":
             if path.exists() and not force:
                 raise UsageError(
@@ -93,10 +92,10 @@ def finish(
                     hint="choose another file",
                     file=str(path),
                 )
-            write_file(path, text.encode())
+            write_file(path, text)
         else:
             with fresh_folder(path, force=force) as folder:
-                write_file(folder / f"{name}.json", text.encode())
+                write_file(folder / f"{name}.json", text)
                 if draw is not None:
                     draw(result, folder)
         out.note(f"wrote {path}")

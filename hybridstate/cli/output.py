@@ -235,7 +235,7 @@ class Output:
             return
         for number, part in enumerate(self._parts):
             if isinstance(part, str):
-                print(_printable(part))
+                _print_line(part)
             else:
                 if number:
                     print()
@@ -404,9 +404,15 @@ def _print_table(table: _Table) -> None:
     else:
         _print_records(table.columns, cells)
     if table.note:
-        console.print(
-            _printable(table.note), style="dim", markup=False, highlight=False, soft_wrap=True
-        )
+        _print_line(table.note, style="dim")
+
+
+def _print_line(text: str, style: str | None = None) -> None:
+    """A line of prose: broken between words in a terminal, whole in a pipe."""
+    width = _width()
+    _console(sys.stdout, width or 10_000).print(
+        _printable(text), style=style, markup=False, highlight=False, soft_wrap=width is None
+    )
 
 
 def _print_records(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
