@@ -10,7 +10,6 @@ One half of the prefixes (even places in the released order) chooses, the other 
 A grid from -2 to 2 in steps of 0.1; ties go to the smaller |a_s|.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridstate.checkpoint import Checkpoint
+from hybridstate.checkpoint.documents import an_object, read_object, result_of
 from hybridstate.errors import UNREADABLE, SourceError, UsageError
 from hybridstate.provenance import check_digests
 
@@ -204,9 +204,7 @@ def read_gate_input(
     file = file / "analysis.json" if file.is_dir() else file
     again = "record one with `hybridstate analyze MODEL --validate --json`"
     try:
-        document = json.loads(file.read_bytes())
-        result = document.get("result", document)
-        found = result["validation"]
+        found = an_object(result_of(read_object(file))["validation"], "its validation")
         recorded: dict[str, str] = found["model_digests"]
         chosen: Objective = objective or found["gate_input_objective"]
         choice = found["gate_input_choices"][chosen]

@@ -1,7 +1,6 @@
 """Calibration prompts: texts of one domain concatenated to the input length, disjoint across splits."""
 
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
@@ -11,6 +10,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridstate.checkpoint.documents import parse_json, read_bytes
+from hybridstate.checkpoint.header import why_no_json
 from hybridstate.errors import SourceError
 from hybridstate.trajectories.protocol import DOMAINS, SPLITS, Protocol
 
@@ -76,9 +77,13 @@ def read_texts(path: Path) -> dict[str, list[Text]]:
         SourceError: the file is missing, or a line is not such an object.
     """
     try:
-        content = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        content = read_bytes(path).decode("utf-8-sig")
+    except OSError as error:
         raise SourceError(f"cannot read prompts {path}: {error}", file=str(path)) from error
+    except UnicodeDecodeError as error:
+        raise SourceError(
+            f"cannot read prompts {path}: {why_no_json(error)}", file=str(path)
+        ) from error
     domains: dict[str, list[Text]] = {}
     for text in _parse(content, str(path)):
         domains.setdefault(text.domain, []).append(text)
@@ -89,11 +94,11 @@ def read_texts(path: Path) -> dict[str, list[Text]]:
 
 def _parse(content: str, file: str) -> list[Text]:
     texts = []
-    for number, line in enumerate(content.splitlines(), start=1):
+    for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            item = json.loads(line)
+            item = parse_json(line)
             if not isinstance(item, dict):
                 raise TypeError(f"an object is expected, found {line.strip():.40}")
             text, domain = item.get("text"), item.get("domain", "given")

@@ -144,6 +144,8 @@ def test_a_recorded_choice_is_taken_for_its_own_model(tiny_kda: Path, tmp_path: 
     file = tmp_path / "validate.json"
     file.write_text(json.dumps(recording(digests)))
     assert resolve_gate_input(checkpoint, measured=file) == (0.7, "measured")
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())  # as editors on Windows write it
+    assert resolve_gate_input(checkpoint, measured=file) == (0.7, "measured")
     assert resolve_gate_input(checkpoint, given=0.2) == (0.2, "given")
     assert resolve_gate_input(checkpoint)[1] == "paper"
     (tmp_path / "analysis.json").write_text(json.dumps(recording(digests)["result"]))

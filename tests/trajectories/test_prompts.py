@@ -82,6 +82,17 @@ def test_a_missing_or_empty_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(SourceError, match="no prompts"):
         read_texts(tmp_path / "empty.jsonl")
+    with pytest.raises(SourceError, match=r"cannot read prompts .*: Is a directory$"):
+        read_texts(tmp_path)
+    (tmp_path / "utf16.jsonl").write_bytes('{"text": "a"}'.encode("utf-16"))
+    with pytest.raises(SourceError, match="byte 0 is not UTF-8 text"):
+        read_texts(tmp_path / "utf16.jsonl")
+
+
+def test_a_byte_order_mark_and_other_line_ends_inside_a_text_are_kept_apart(tmp_path: Path) -> None:
+    path = tmp_path / "windows.jsonl"
+    path.write_bytes('\ufeff{"text": "one\u2028line"}\r\n{"text": "two"}\r\n'.encode())
+    assert [text.text for text in read_texts(path)["given"]] == ["one\u2028line", "two"]
 
 
 def test_prefixes_are_stretches_of_the_held_out_book() -> None:
