@@ -50,6 +50,8 @@ TOLERANCES: dict[str, Tolerance] = {
     "padded-replay-gpu-f32": Tolerance(1e-4),
     # padded prompts with states in fewer bits, on any device: a rounding flips, and with it later keys and replays
     "padded-prompt-rounded": Tolerance(1e-2),
+    # KL of requantised states, sequences together or one by one: float32 sums differ, and with them a code flips
+    "rounded-kl": Tolerance(2e-1),
     # gates in float32 against float64
     "gate-f32": Tolerance(1e-6),
 }

@@ -29,6 +29,7 @@ from hybridstate.trajectories.model import LoadedModel, load_model, prefill, ref
 from hybridstate.trajectories.prompts import Prompt, make_prompts, shipped_texts
 from hybridstate.trajectories.protocol import Protocol
 from tests.families.saved import available, save
+from tests.tolerances import assert_within
 
 SMALL = Protocol("custom", 1, input_tokens=40, new_tokens=20, windows=(0,), anchors=(4,), horizon=8)
 
@@ -224,7 +225,9 @@ def test_grouping_sequences_changes_nothing(
         batch=1,
         progress=lambda *step: seen.append(step),
     )
-    np.testing.assert_allclose(together.kl, apart.kl, atol=1e-6)
+    np.testing.assert_allclose(together.nll[0], apart.nll[0], rtol=1e-5)
+    for kl, alone in zip(together.kl[1:], apart.kl[1:], strict=True):  # of FP32 itself it is 0
+        assert_within(kl, alone, "rounded-kl")
     np.testing.assert_allclose(together.state_error, apart.state_error, rtol=2e-2, atol=1e-7)
     for layer, a, b in zip(
         loaded.spec.layers, together.channel_error, apart.channel_error, strict=True
