@@ -44,6 +44,8 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
     start = time.monotonic()
+    place = str(given.json)
+    arguments = [given.json.name if each == place else each for each in sys.argv[1:]]
     kept: dict[str, Any] = {"model": given.model, "synthetic": True, "rows": [], "savings": []}
 
     def say(text: str) -> None:
@@ -54,7 +56,7 @@ def main() -> int:
         document = {
             "schema": "hybridstate.output/1",
             "command": "scripts/decode_at_scale.py",
-            "arguments": [*sys.argv[1:]],
+            "arguments": arguments,
             "model": given.model,
             "provenance": kept.get("provenance"),
             "result": {name: value for name, value in kept.items() if name != "provenance"},

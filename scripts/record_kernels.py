@@ -4,7 +4,8 @@
 
 FOLDER is the output of scripts/kernels_gpu.sh: codecs.json, ring/ring.json, tune/kernel_tune.json, bytes.json as far
 as they exist, and update.json with update-overlap.json, here overlapped.json; also emitted.json of
-scripts/emitted_check.py. The machine of a run has no git, so the commit is given.
+scripts/emitted_check.py and decode/*.json of scripts/decode_at_scale.py. The machine of a run has no git, so the commit
+is given.
 
 What a run left out keeps the rows that were recorded before, each with the `commit` of its run. A file that would lose
 rows nevertheless stays as it was, the others are written, and the exit code is 1. `--replace` keeps nothing.
@@ -28,6 +29,8 @@ SOURCES = {
 }
 WHOLE = {"update": "update.json", "overlapped": "update-overlap.json"}
 """Files that are recorded verbs already."""
+STEPS = "decode/decode-*.json"
+"""Also recorded already; such a run ends at its deadline without saying which batches it did not reach."""
 DROPPED = ("tests", "seconds", "ragged", "shapes")
 """Parts that are about the run or about choosing a launch shape."""
 ALIKE = ("device", "torch", "triton")
@@ -65,6 +68,27 @@ def completed(found: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     return found | {"result": found["result"] | {"rows": rows}} if rows else found
 
 
+def extended(found: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """Decode steps, with the earlier rows of batches that this run did not reach, marked with the commit of their run.
+
+    Raises:
+        ValueError: those rows are of another device or of other versions.
+    """
+    was, now = ({key: d["provenance"].get(key) for key in ALIKE} for d in (before, found))
+    reached = {row["batch"] for row in found["result"]["rows"]}
+    result = dict(found["result"])
+    for part in ("rows", "savings", "speedups"):
+        earlier = [
+            old | {"commit": old.get("commit", before["provenance"]["commit"])}
+            for old in before["result"][part]
+            if old["batch"] not in reached
+        ]
+        if earlier and was != now:
+            raise ValueError(f"batches that this run did not reach are of {was}, it is of {now}")
+        result[part] = [*result[part], *earlier]
+    return found | {"result": result}
+
+
 def entries(found: object) -> int:
     """Dictionaries at any depth, such as rows and rows of parts."""
     inside = found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()
@@ -81,6 +105,8 @@ def documents(folder: Path, provenance: dict[str, Any]) -> Iterator[tuple[str, d
             document = json.loads((folder / source).read_text())
             commit = {key: provenance[key] for key in ("commit", "modified")}
             yield name, document | {"provenance": document["provenance"] | commit}
+    for path in sorted(folder.glob(STEPS)):
+        yield path.stem, json.loads(path.read_text())
 
 
 def keep(path: Path, document: dict[str, Any], replace: bool = False) -> str:
@@ -94,7 +120,8 @@ def keep(path: Path, document: dict[str, Any], replace: bool = False) -> str:
     """
     if path.exists() and not replace:
         before = json.loads(path.read_text())
-        document = completed(document, before)
+        steps = "speedups" in document["result"]
+        document = (extended if steps else completed)(document, before)
         old, new = entries(before["result"]), entries(document["result"])
         if new < old:
             raise ValueError(f"{new} entries instead of the {old} recorded before")

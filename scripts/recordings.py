@@ -26,10 +26,15 @@ BLOCK = re.compile(
 
 
 def recorded(pattern: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Result files, by name; a document with an envelope gives what is inside it as `result`."""
-    for path in sorted(BENCHMARKS.glob(pattern)):
+    """Result files, by name without its ending; a document with an envelope gives what is inside it as `result`."""
+    for path in sorted(BENCHMARKS.glob(pattern), key=_plain_first):
         document: dict[str, Any] = json.loads(path.read_text())
         yield path, document if "result" in document else {"result": document}
+
+
+def _plain_first(path: Path) -> tuple[str, str]:
+    """What ran as it is comes before its variants, also with think time: NAME, NAME-think, NAME-kv-think."""
+    return path.stem.removesuffix("-think"), path.stem
 
 
 def model_name(path: Path, document: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from calibration_tables import paper
 from recordings import recorded
 from tables import Result, markdown, milliseconds, percent, times
 
-from hybridstate.figures.decode import older_kernels, uniform_routing
+from hybridstate.figures.decode import earlier_runs, older_kernels, uniform_routing
 
 STAGES = {
     "load": "weights made on the GPU",
@@ -145,7 +145,8 @@ def decode(result: Result) -> str:
             "of a DAMP step",
         ]
         parts.append(markdown(head, rows))
-    return "\n\n".join([*parts, *filter(None, (_decode_note(result), _slower_kernels(result)))])
+    notes = (_decode_note(result), _earlier_runs(result["rows"]), _slower_kernels(result))
+    return "\n\n".join([*parts, *filter(None, notes)])
 
 
 def _decode_note(result: Result) -> str:
@@ -174,9 +175,23 @@ def _decode_note(result: Result) -> str:
     return note
 
 
+def _earlier_runs(rows: Sequence[Result]) -> str:
+    """Which batches are of earlier runs, and what those runs did not count; or ""."""
+    marked = [row for row in rows if row.get("commit")]
+    if not marked:
+        return ""
+    text = f"Rows of {earlier_runs(rows)}, as this run ended before them"
+    plain = [{key: value for key, value in row.items() if key != "commit"} for row in marked]
+    if uniform_routing(plain):
+        text += "; the bytes of their experts are those of uniform routing"
+    if older_kernels([*plain, *rows]):
+        text += "; 16-bit states lay in tiles there"
+    return f"{text}."
+
+
 def _same_token(result: Result) -> str:
     """Of older runs: what the profiled step was given, unlike the timed ones."""
-    if all("experts_used_profiled" in row for row in result["rows"]):
+    if all("experts_used_profiled" in row for row in result["rows"] if not row.get("commit")):
         return ""
     return (
         " (one token for all sequences, whose experts may be others than those of the timed steps)"

@@ -111,3 +111,39 @@ def test_other_files_are_written_beside_one_that_is_not(record: Any, tmp_path: P
     assert emitted["result"] == modules
     whole = json.loads((tmp_path / "update.json").read_text())
     assert whole["provenance"] == {"torch": "2.11", "commit": "second", "modified": None}
+
+
+def steps(commit: str, batches: tuple[int, ...], torch: str = "2.11") -> dict[str, Any]:
+    """What `decode_at_scale.py` writes, a row of two formats a batch."""
+    states = [{"batch": batch, "state": state} for batch in batches for state in ("fp32", "damp")]
+    savings = [{"batch": batch} for batch in batches]
+    result = {"rows": states, "savings": savings, "speedups": states}
+    return {"provenance": {"commit": commit, "torch": torch}, "result": result}
+
+
+def test_batches_that_a_run_of_decode_steps_did_not_reach_keep_their_rows(
+    record: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "decode-a-model-synthetic.json"
+
+    def run(commit: str, *batches: int, torch: str = "2.11") -> int:
+        folder = tmp_path / commit / "decode"
+        folder.mkdir(parents=True)
+        (folder / name).write_text(json.dumps(steps(commit, batches, torch)))
+        return int(record(commit, [form("a", 1.0)]))
+
+    def found(part: str) -> list[tuple[int, str | None]]:
+        result = json.loads((tmp_path / name).read_text())["result"]
+        return [(row["batch"], row.get("commit")) for row in result[part]]
+
+    assert run("first", 8, 4, 1) == 0
+    assert run("second", 8, 4) == 0
+    assert found("savings") == [(8, None), (4, None), (1, "first")]
+    assert (
+        found("rows") == found("speedups") == [(8, None)] * 2 + [(4, None)] * 2 + [(1, "first")] * 2
+    )
+    assert "2 rows of earlier runs" in capsys.readouterr().out
+    assert run("third", 8) == 0
+    assert found("savings") == [(8, None), (4, "second"), (1, "first")]
+    assert run("fourth", 8, torch="2.12") == 1  # rows of two versions do not stand in one file
+    assert found("savings") == [(8, None), (4, "second"), (1, "first")]

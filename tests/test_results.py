@@ -14,8 +14,8 @@ import tables
 import validation_findings
 
 from hybridstate.bench.components import COMPONENTS
-from hybridstate.figures import decode_figures, precision_figure, restore_figure
-from hybridstate.figures.decode import UNIFORM_ROUTING
+from hybridstate.figures import decode, decode_figures, precision_figure, restore_figure
+from hybridstate.figures.decode import UNIFORM_ROUTING, earlier_runs
 
 
 def arm(name: str, policy: str, w_max: int | None, accuracy: float, kl: float) -> dict[str, Any]:
@@ -295,7 +295,8 @@ def test_full_size_bytes_say_whether_experts_were_counted(tmp_path: Path) -> Non
 def test_sixteen_bit_steps_of_older_kernels_are_named() -> None:
     for path, document in recordings.recorded("decode-*-synthetic.json"):
         result = document["result"]
-        old = [row for row in result["rows"] if row.get("layout_id", "").startswith("tiles")]
+        tiles = (row for row in result["rows"] if row.get("layout_id", "").startswith("tiles"))
+        old = [row for row in tiles if not row.get("commit")]
         text = scale_tables.decode(result)
         assert ("slower kernels" in text) == any(row["state"] == "bf16" for row in old), path.name
     row = {"state": "bf16", "layout_id": "tiles8-k128-v128-bfloat16", "batch": 256}
@@ -316,6 +317,36 @@ def test_sixteen_bit_steps_of_older_kernels_are_named() -> None:
     packed["backend"] = "gluon"
     row["layout_id"] = "mma16816-columns128-k128-v128-bfloat16"
     assert scale_tables._slower_kernels(result) == ""
+
+
+def test_steps_of_an_earlier_run_are_named_and_the_notes_are_about_the_others(
+    tmp_path: Path,
+) -> None:
+    """A run that ended before the small batches keeps their rows; pictures and pages say of which run they are."""
+    used = {"per_layer_mean": 180.25, "total": 721, "layers": 4, "of": 1024, "steps": 64}
+    counted = full_size(
+        bytes={"experts": 10, "states": 10}, experts_used=used, experts_used_profiled=used
+    )
+    assumed = full_size(bytes={"experts": 10, "states": 10})
+    marked = [row | {"commit": "abcdef0123", "batch": b} for b in (4, 1) for row in assumed["rows"]]
+    result = counted | {"rows": [*counted["rows"], *marked]}
+    assert earlier_runs(result["rows"]) == "batch 1 and 4: run of abcdef0"
+    assert earlier_runs(counted["rows"]) == ""
+    text = scale_tables.decode(result)
+    assert "Rows of batch 1 and 4: run of abcdef0, as this run ended before them" in text
+    assert "; the bytes of their experts are those of uniform routing." in text
+    assert "Bytes of experts" not in text
+    assert "one token for all sequences" not in text
+    assert "slower kernels" not in text
+    speedups = [{"state": "damp", "batch": batch, "fp32_over_this": 1.2} for batch in (256, 4, 1)]
+    drawn = result | {
+        "speedups": speedups,
+        "device": {"name": "a GPU"},
+        "protocol": {"input_tokens": 256, "output_tokens": 64},
+    }
+    assert decode_figures(drawn, tmp_path) == ("tpot", "components")
+    assert UNIFORM_ROUTING not in (tmp_path / "tpot.csv").read_text()
+    assert decode._title(drawn).endswith("64 out\n(batch 1 and 4: run of abcdef0)")
 
 
 def test_recordings_of_one_model_are_one_run_where_they_belong_together(

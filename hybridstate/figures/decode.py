@@ -13,24 +13,42 @@ UNIFORM_ROUTING: Final = "experts under uniform routing; these synthetic routers
 """What bytes are bytes of where the experts that a run used were not counted."""
 
 
+def earlier_runs(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Batches that a recording took from earlier runs, as "batch 1 and 4: run of 41bc226"; "" where all are of one."""
+    commits = dict.fromkeys(row["commit"] for row in rows if row.get("commit"))
+    named = []
+    for commit in commits:
+        batches = sorted({row["batch"] for row in rows if row.get("commit") == commit})
+        named.append(f"batch {' and '.join(map(str, batches))}: run of {commit[:7]}")
+    return ", ".join(named)
+
+
 def uniform_routing(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the bytes of some rows of `bench decode --dummy` assume uniform routing: no bound of their time."""
+    """Whether the bytes of some rows of `bench decode --dummy` assume uniform routing: no bound of their time.
+
+    Of a recording that has rows of earlier runs, the others count.
+    """
     return any(
-        row.get("experts_used") is None and row.get("bytes", {}).get("experts", 0) for row in rows
+        row.get("experts_used") is None and row.get("bytes", {}).get("experts", 0)
+        for row in rows
+        if not row.get("commit")
     )
 
 
 def older_kernels(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """16-bit formats whose states lay in tiles beside packed ones in matrix order, which since then both have.
 
-    Where no row ran on matrix instructions, tiles are what the engine still takes.
+    Where no row ran on matrix instructions, tiles are what the engine still takes. Of a recording that has rows of
+    earlier runs, the others count.
     """
     if all(row.get("backend") != "gluon" for row in rows):
         return ()
     found = (
         row["state"]
         for row in rows
-        if row["state"] in ("bf16", "fp16") and row.get("layout_id", "").startswith("tiles")
+        if row["state"] in ("bf16", "fp16")
+        and row.get("layout_id", "").startswith("tiles")
+        and not row.get("commit")
     )
     return tuple(dict.fromkeys(found))
 
@@ -143,7 +161,8 @@ def components_figure(result: Mapping[str, Any], folder: Path) -> None:
 
 def _title(result: Mapping[str, Any]) -> str:
     protocol = result["protocol"]
+    earlier = earlier_runs(result["rows"])
     return (
         f"{result['model']}, {result['device']['name']}: {protocol['input_tokens']} tokens in, "
-        f"{protocol['output_tokens']} out"
+        f"{protocol['output_tokens']} out" + f"\n({earlier})" * bool(earlier)
     )
