@@ -6,11 +6,13 @@ benchmarks/exchange-*.json (`bench exchange`). A block without a source says tha
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pictures
 import tables
 from recordings import BENCHMARKS, SERVED, recorded, source_line
+from serving_tails import tails
 
 from hybridstate.bench.serving_points import ways
 from hybridstate.cli.output import counted
@@ -309,8 +311,9 @@ def runs(pattern: str) -> str:
             f"### {heading(result)}",
             conditions(result, (document.get("provenance") or {}).get("commit")),
             finding(result),
-            *(text for text in (" ".join(filter(None, (fit(result), fitted(document)))),) if text),
+            *filter(None, (" ".join(filter(None, (fit(result), fitted(path, document)))),)),
             operating(result),
+            *([] if result["simulated"] else [tails(result)]),
             sweep(result),
             *(
                 pictures.link(f"serving/{path.stem}", name, heading(result))
@@ -322,13 +325,23 @@ def runs(pattern: str) -> str:
     return "\n\n".join(parts) or NOTHING
 
 
-def fitted(document: Mapping[str, Any]) -> str:
-    """The comparison of a simulation with the recorded run that its costs are from."""
+def fitted(path: Path, document: Mapping[str, Any]) -> str:
+    """The comparison of a fitted simulation with the recorded run of its name, or with the one that was fitted.
+
+    simulate-NAME.json is about the run in serve-NAME.json; where no costs were fitted on that run, the text says so.
+    """
     words = document["arguments"]
-    path = BENCHMARKS / words[words.index("--fit") + 1] if "--fit" in words else None
-    if path is None or not path.exists():
+    if "--fit" not in words:
         return ""
-    return beside(document["result"], json.loads(path.read_text())["result"])
+    source = words[words.index("--fit") + 1]
+    for name in (path.name.replace("simulate-", "serve-", 1), source):
+        if not (BENCHMARKS / name).exists():
+            continue
+        measured = json.loads((BENCHMARKS / name).read_text())["result"]
+        text = beside(document["result"], measured)
+        if text and measured.get("budget_scope") == document["result"].get("budget_scope"):
+            return text if name == source else f"{text} Nothing of that run was fitted."
+    return ""
 
 
 def exchange_block() -> str:

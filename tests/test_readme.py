@@ -108,7 +108,7 @@ def test_the_summary_has_the_changes_that_were_recorded() -> None:
         ("nr-64", "mean TTFT ["),
         ("wr-64", "WR "),
         ("int8", "alone "),
-        ("damp", "are, mean TTFT ["),
+        ("damp", "alike, mean TTFT ["),
     ):
         assert f"{before}{' and '.join(found[arm])} %" in row, (arm, found[arm])
 

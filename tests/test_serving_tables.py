@@ -1,9 +1,13 @@
 """Tables of docs/serving.md hold the numbers of a run."""
 
+import json
+from pathlib import Path
 from typing import Any
 
+import pytest
 import serving_tables
 import stress_tables
+from serving_tails import tails
 
 from hybridstate.bench.cost_model import CostModel
 from hybridstate.bench.serving_arms import kimi_profile
@@ -95,6 +99,38 @@ def test_the_readme_s_changes_mark_points_of_fewer_seeds() -> None:
     ]
 
 
+def test_what_the_mean_does_not_show() -> None:
+    """Quantiles, throughput and hits by turn at the operating point; changes over the seeds that both have."""
+
+    def seed(median: float, tail: float, served: float, *turns: float) -> dict[str, Any]:
+        quantiles = {"median_ttft_ms": median, "p95_ttft_ms": tail, "p99_ttft_ms": tail + 100}
+        hits = {"token_hit_rate_by_turn": list(turns)}
+        return quantiles | {"request_throughput": served, "hybridstate": hits}
+
+    def point(
+        arm: str, *seeds: dict[str, Any], ratio: float = 1.0, limit: int = 4
+    ) -> dict[str, Any]:
+        return {"arm": arm, "ratio": ratio, "limit": limit, "seeds": list(seeds)}
+
+    dense = seed(400, 900, 50, 0.0, 0.5), seed(600, 1100, 30, 0.0, 0.7)
+    points = [
+        point("dense", *dense),
+        point("damp", seed(100, 900, 60, 0.0, 0.9)),
+        point("wr-64"),
+        point("damp", seed(1, 1, 1, 1.0, 1.0), ratio=2.0),
+        point("damp", seed(1, 1, 1, 1.0, 1.0), limit=2),
+    ]
+    text = tails({"operating_point": {"ratio": 1.0}, "points": points})
+    head, _, *rows = text.splitlines()
+    assert (
+        head == "| arm, ratio 1 | median TTFT | P95 | P99 | requests a second | token hit by turn |"
+    )
+    assert rows == [
+        "| dense | 0.500 s | 1.000 s | 1.100 s | 40.0 | 0, 60 % |",
+        "| damp | 0.100 s, -75.0 % | 0.900 s, +0.0 % | 1.000 s, +0.0 % | 60.0, +20.0 % | 0, 90 % |",
+    ]
+
+
 def test_what_a_simulation_says_beside_what_was_measured() -> None:
     """Arms of both runs at the same ratio, the sign that turned named, rates by ratio and not by when they ran."""
 
@@ -119,7 +155,39 @@ def test_what_a_simulation_says_beside_what_was_measured() -> None:
     found = serving_tables.finding(run(1.0, damp=-0.3, bf16=-0.1))
     assert "by ratio: 0.5 70.0 %, 1 50.0 %, 10 10.0 %)." in found
     assert "The best change of the mean TTFT there: `damp`, -30.0 %." in found
-    assert serving_tables.fitted({"arguments": ["bench", "simulate"], "result": simulated}) == ""
+
+
+def test_a_fitted_simulation_is_beside_the_run_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That run, if it was recorded, else the fitted one; never one with another budget."""
+    monkeypatch.setattr(serving_tables, "BENCHMARKS", tmp_path)
+
+    def run(scope: str, change: float) -> dict[str, Any]:
+        point = {"arm": "damp", "ratio": 1.0, "limit": 32, "against_dense": {"ttft": change}}
+        rule = {"ratio": 1.0, "dense_token_hit_rate": 0.5, "dense_token_hit_rates": {"1": 0.5}}
+        return {"operating_point": rule, "points": [point], "budget_scope": scope}
+
+    def recorded(name: str, result: dict[str, Any]) -> None:
+        (tmp_path / name).write_text(json.dumps({"result": result}))
+
+    def said(name: str, scope: str) -> str:
+        words = ["bench", "simulate", "m", "--fit", "serve-m.json"]
+        document = {"arguments": words, "result": run(scope, -0.2)}
+        return serving_tables.fitted(tmp_path / name, document)
+
+    assert said("simulate-m.json", "state") == ""  # not recorded
+    recorded("serve-m.json", run("state", -0.3))
+    text = "Change of the mean TTFT at ratio 1, measured / simulated: `damp` -30.0 / -20.0 %."
+    assert said("simulate-m.json", "state") == text
+    assert said("simulate-m-other.json", "state") == text
+    assert said("simulate-m-kv.json", "state+kv") == ""
+    recorded("serve-m-kv.json", run("state+kv", -0.1))
+    assert said("simulate-m-kv.json", "state+kv") == (
+        f"{text.replace('-30.0', '-10.0')} Nothing of that run was fitted."
+    )
+    document = {"arguments": ["bench", "simulate"], "result": run("state", -0.2)}
+    assert serving_tables.fitted(tmp_path / "simulate-m.json", document) == ""
 
 
 def test_stress_table_counts_leaks_and_differences() -> None:
