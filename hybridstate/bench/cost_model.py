@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from hybridstate.bench.recorded_form import SIGNED
 from hybridstate.checkpoint.documents import read_object
 from hybridstate.errors import UNREADABLE, NumericError, SourceError, reading
 
@@ -141,8 +142,9 @@ class CostModel:
                     _check_known(f"{source}: standard_errors of {kind}", given, terms)
                     errors[kind] = _numbers(given, terms)
             except UNREADABLE as error:
+                said = f": {error}" if isinstance(error, ValueError) else ""
                 raise SourceError(
-                    f"{source}: {kind} needs the numbers {', '.join(terms)}"
+                    f"{source}: {kind} needs the numbers {', '.join(terms)}{said}"
                 ) from error
             if not all(np.isfinite(found)) or min(found) < 0:
                 raise SourceError(f"{source}: {kind} has a negative or infinite coefficient")
@@ -183,8 +185,15 @@ def _check_known(place: str, given: Mapping[str, Any], terms: Sequence[str]) -> 
 
 
 def _numbers(given: Mapping[str, Any], terms: Sequence[str]) -> tuple[float, ...]:
-    """The numbers of those terms in their order."""
-    return tuple(float(given.get(t, 0) if t in OPTIONAL else given[t]) for t in terms)
+    """The numbers of those terms in their order.
+
+    Raises:
+        KeyError, ValueError: one is missing, or no number.
+    """
+    found = [given.get(t, 0) if t in OPTIONAL else given[t] for t in terms]
+    for term, value in zip(terms, found, strict=True):
+        SIGNED(value, term)
+    return tuple(map(float, found))
 
 
 REWEIGHTINGS: Final = 5
@@ -213,7 +222,7 @@ def fit(operations: Operations, source: str) -> CostModel:
     fitted = []
     for kind, terms in TERMS.items():
         rows = operations.get(kind, ())
-        _check_rows(kind, rows)
+        check_rows(kind, rows)
         if kind == "decode":
             rows = _decode_rows(rows, len(terms))
         if len(rows) <= len(terms):
@@ -238,7 +247,7 @@ def fit(operations: Operations, source: str) -> CostModel:
     )
 
 
-def _check_rows(kind: str, rows: Sequence[Sequence[float]]) -> None:
+def check_rows(kind: str, rows: Sequence[Sequence[float]]) -> None:
     """Refuse rows that are not the arguments of `features` and a time.
 
     Raises:

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from hybridstate.bench.quality_form import check_result
 from hybridstate.bench.quality_options import Options
 from hybridstate.bench.quality_rows import loaded_share, summary
+from hybridstate.bench.serving_points import differing
 from hybridstate.bench.timing import device_record
 from hybridstate.checkpoint.documents import read_object, result_of
 from hybridstate.defaults import RANDOM_MASK_SEEDS
@@ -129,9 +131,10 @@ def earlier(path: Path, header: Mapping[str, Any]) -> Quality:
         SourceError: the file holds no such result.
         UsageError: it is of another model, device, arms or options.
     """
-    hint = "a document of `bench quality`, whole or partial"
+    hint = "give a document of `bench quality`, whole or partial, as it was written"
     with reading(path, f"cannot read the blocks of {path.name}", hint=hint):
         document = result_of(read_object(path))
+        check_result(document)
         found = Quality(
             {name: document[name] for name in header},
             blocks=list(document["blocks"]),
@@ -139,17 +142,23 @@ def earlier(path: Path, header: Mapping[str, Any]) -> Quality:
             whole_window=document["whole_window"],
             ttft=list(document["ttft"]),
         )
-        found.to_json()
-        if not all(isinstance(tokens, int) for _, tokens, _ in found.done):
-            raise ValueError("a length is no number")
         before, now = _compared(found.header), _compared(json.loads(json.dumps(header)))
-    other = [name for name, value in now.items() if before.get(name) != value]
+    other = [
+        _told(name, before.get(name), now[name]) for name in now if before.get(name) != now[name]
+    ]
     if other:
         raise UsageError(
             f"the earlier run had another {', '.join(other)}",
             hint="resume with the same model, plan, device, arms and options",
         )
     return found
+
+
+def _told(name: str, was: Any, now: Any) -> str:
+    """What differs, with both values where they are short."""
+    if isinstance(was, dict | list) or isinstance(now, dict | list):
+        return name
+    return f"{name} ({differing(was, now)})"
 
 
 def _compared(header: Mapping[str, Any]) -> dict[str, Any]:

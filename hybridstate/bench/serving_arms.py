@@ -72,7 +72,7 @@ class Arm:
     @property
     def kind(self) -> str:
         """The name without cutoff and placement, such as `nr+int8`."""
-        return "+".join(part.split("-")[0] for part in self.name.split(" ")[0].split("+"))
+        return kind_of(self.name)
 
     @property
     def balance(self) -> Balance:
@@ -163,6 +163,11 @@ class Arm:
             "replay_window": self.replay,
             "remote_bytes": self.remote_bytes,
         }
+
+
+def kind_of(name: str) -> str:
+    """The kind of an arm of that name, without its cutoff and placement."""
+    return "+".join(part.split("-")[0] for part in name.split(" ")[0].split("+"))
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,9 @@ TARGET_HIT: Final = 0.5
 
 NOT_BEGUN: Final = "not begun before the deadline"
 
+LONGEST: Final = 600
+"""Letters that are shown of a value that differs."""
+
 Key = tuple[str, float, int, bool]
 """Arm, ratio, limit, and whether on the control."""
 
@@ -48,10 +51,13 @@ def differing(was: Any, now: Any) -> str:
         other = [name for name in other if name != "note"] or other  # which says the others again
         return "; ".join(f"{name} {differing(was.get(name), now.get(name))}" for name in other)
     if isinstance(was, str) and isinstance(now, str):
-        theirs, ours = was.split("; "), now.split("; ")
-        was = "; ".join(part for part in theirs if part not in ours) or was
-        now = "; ".join(part for part in ours if part not in theirs) or now
-    return f"{_shown(was)}, here {_shown(now)}"
+        before, here = was.split("; "), now.split("; ")
+        was = "; ".join(part for part in before if part not in here) or was
+        now = "; ".join(part for part in here if part not in before) or now
+    theirs, ours = _shown(was), _shown(now)
+    if not theirs or theirs == ours:  # as text and number
+        theirs, ours = repr(was), repr(now)
+    return f"{theirs:.{LONGEST}}, here {ours:.{LONGEST}}"
 
 
 def _shown(value: Any) -> str:

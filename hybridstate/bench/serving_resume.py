@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from hybridstate.bench.recorded_form import entries, optional, text
 from hybridstate.bench.serving_arms import Profile
+from hybridstate.bench.serving_form import HEADER, check_points
 from hybridstate.bench.serving_points import NOT_BEGUN, Key, differing, other_commits
 from hybridstate.bench.sweep import Options
 from hybridstate.bench.traces import Trace
@@ -109,7 +111,7 @@ def read_earlier(path: Path) -> Earlier:
     Raises:
         SourceError: the file cannot be read, or is no result of `bench serve`.
     """
-    hint = "a document of `bench serve`, whole or partial"
+    hint = "give a document of `bench serve`, whole or partial, as it was written"
     with reading(path, f"cannot read the points of {path.name}", hint=hint):
         whole = read_object(path)
         command = whole.get("command", "bench serve")
@@ -118,6 +120,8 @@ def read_earlier(path: Path) -> Earlier:
             raise TypeError(f"it is a result of `{command}`")
         if document.get("simulated"):
             raise TypeError("it is simulated")
+        check_points(document)
+        HEADER(document, "")
         points = list(earlier(document, {}).values())
         seeds = [seed for point in points for seed in point.get("seeds", ())]
         engines = [(p["limit"], p["engine"]) for p in points if p.get("engine")]
@@ -126,6 +130,7 @@ def read_earlier(path: Path) -> Earlier:
             sizes = [size for size in engine.get("sizes", ()) if size >= limit]
             padded.setdefault(limit, []).extend(sizes[:1])
         provenance = whole.get("provenance") or document.get("provenance") or {}
+        entries({}, {"commit": optional(text)})(provenance, "provenance")
         ran = [*document.get("continued", ()), provenance.get("commit") or "unknown"]
         document["tp"] = document["profile"].get("tp", 1)
         document["gate input"] = _gate_input(document["profile"]["note"])

@@ -5,8 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hybridstate.checkpoint.documents import an_object, read_object, result_of
-from hybridstate.errors import SourceError, UsageError, reading
+from hybridstate.bench.recorded_form import count, entries, listed, number, optional, text
+from hybridstate.checkpoint.documents import read_object, result_of
+from hybridstate.errors import HybridStateError, SourceError, UsageError, reading
 
 if TYPE_CHECKING:
     from hybridstate.bench.cost_model import CostModel
@@ -23,6 +24,18 @@ MOST_SEEDS: Final = 1_000
 
 MOST_CONVERSATIONS: Final = 1_000_000
 """Of a trace: more than any recorded one has; an order of them all is kept per seed."""
+
+_EXCHANGE: Final = entries(
+    {
+        "w_max": count(1),
+        "checkpoints": count(1),
+        "mode": text,
+        "remote_bytes": number(),
+        "store_s": entries({"median": number()}),
+        "load_s": entries({"median": number()}),
+    }
+)
+"""A row of `bench exchange`."""
 
 
 def make_options(
@@ -242,12 +255,16 @@ def recorded_fit(
         SourceError: the file holds no measured points, or they were measured on another trace or model than the one
             that is simulated.
     """
-    hint = "a document of `bench serve`"
+    from hybridstate.bench.serving_form import check_measured
+
+    hint = "give a document of `bench serve`, as it was written"
     with reading(path, f"cannot read measured points from {path.name}", hint=hint):
         document = result_of(read_object(path))
+        check_measured(document)
         points = [point for point in document["points"] if "skipped" not in point]
         measured = document.get("model", model)
         given = document.get("trace")
+        optional(entries({"note": text}))(given, "trace")
         note = "" if given is None else str(given["note"])
     if measured != model:
         raise SourceError(
@@ -274,8 +291,12 @@ def recorded_fit(
                 hint="give the same --clients, --think and --policy",
                 file=str(path),
             )
-    with reading(path, f"cannot fit the points of {path.name}", hint=hint):
-        return fit_points(points, trace, options, path.name)
+    failed = f"cannot fit the points of {path.name}"
+    with reading(path, failed, hint=hint):
+        try:
+            return fit_points(points, trace, options, path.name)
+        except HybridStateError as error:  # of points, pools and rows that stand in the file
+            raise ValueError(error.message) from error
 
 
 def fit_points(
@@ -300,14 +321,17 @@ def with_exchange(cost: "CostModel", path: Path) -> "CostModel":
     """
     from hybridstate.bench.cost_model import fit
 
-    hint = "a document of `bench exchange`"
+    hint = "give a document of `bench exchange`, as it was written"
     with reading(path, f"cannot read exchanges from {path.name}", hint=hint):
         document = result_of(read_object(path))
-        ranks, backend = int(document["protocol"]["tp"]), str(document["protocol"]["backend"])
-        rows = [an_object(row, f"exchange {n}") for n, row in enumerate(document["exchange"])]
-        for number, row in enumerate(rows):
-            for kind in ("store_s", "load_s"):
-                an_object(row[kind], f"{kind} of exchange {number}")
+        entries(
+            {
+                "protocol": entries({"tp": count(1), "backend": text}),
+                "exchange": listed(_EXCHANGE),
+            }
+        )(document, "")
+        protocol, rows = document["protocol"], document["exchange"]
+        ranks, backend = protocol["tp"], protocol["backend"]
         alone = {(r["w_max"], r["checkpoints"]): r for r in rows if r["mode"] == "off"}
         found = [
             [row["remote_bytes"] / ranks, row[kind]["median"] - alone[key][kind]["median"]]

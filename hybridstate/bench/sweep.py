@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from hybridstate.bench.scheduler import Limits
-from hybridstate.bench.serving_arms import Arm, Scope
+from hybridstate.bench.serving_arms import Arm, Scope, kind_of
 from hybridstate.bench.serving_points import (
     TARGET_HIT,
     Key,
@@ -427,9 +427,7 @@ def _seeds(point: Mapping[str, Any] | None) -> int:
 
 def wanted(name: str, arms: Sequence[str]) -> bool:
     """Whether an arm's name, or its name without the cutoff and placement, is among `arms`."""
-    plain = name.split(" ")[0]
-    kind = "+".join(part.split("-")[0] for part in plain.split("+"))
-    return name in arms or plain in arms or kind in arms
+    return name in arms or name.split(" ")[0] in arms or kind_of(name) in arms
 
 
 def chosen_arms(every: Sequence[Arm], names: Sequence[str]) -> list[Arm]:
