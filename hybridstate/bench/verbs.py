@@ -240,6 +240,7 @@ def bench_decode(
     from hybridstate.plan.compare import verify_against
     from hybridstate.plan.store import read_plan
     from hybridstate.quant.risk import check_k_hi
+    from hybridstate.runtime.orders import planned_interval
     from hybridstate.trajectories.model import load_model
     from hybridstate.trajectories.prompts import heldout_text
 
@@ -257,6 +258,7 @@ def bench_decode(
         if plan is not None:
             raise UsageError("no plan was made for synthetic weights", hint="leave --plan out")
         options.check()
+        options.formats()
         made = dummy_model(model, device=device)
         check_k_hi(k_hi, made.spec)
         options = options.on(made.device.type)
@@ -271,6 +273,7 @@ def bench_decode(
             hint="give either --plan or --k-hi" if plan else "leave --k-hi out: MODEL has a plan",
         )
     options.check()
+    options.formats(planned_interval(given))  # before the model is loaded
     loaded = load_model(str(model), device=device)
     check_k_hi(k_hi, loaded.spec)
     if given is not None:

@@ -154,7 +154,7 @@ def export_plan(
             "--requantise-every",
             metavar="L",
             min=1,
-            help="Updates between two writes of the packed state; the inputs of the others are kept.",
+            help="Updates between two writes of the packed state, 1 to 16; the inputs of the others are kept.",
         ),
     ] = 1,
     gate_input: GateInput = "auto",

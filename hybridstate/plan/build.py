@@ -276,10 +276,15 @@ def _precision(
     checkpoint: Checkpoint, calibration: Calibration, orders: StoredOrders, every: int
 ) -> dict[str, Any]:
     from hybridstate.kernels.layout import PackedLayout
+    from hybridstate.kernels.ring_reference import LONGEST
 
-    if every < 1:
+    if not 1 <= every <= LONGEST:
         raise UsageError(
-            f"--requantise-every {every}: at least 1", found=every, expected="1 or more"
+            f"--requantise-every {every}: engines keep the inputs between two writes of a state, and write it once in "
+            f"1 to {LONGEST} updates",
+            hint=f"take {LONGEST} or less" if every > LONGEST else "1 is a write at every update",
+            found=every,
+            expected=f"1 to {LONGEST}",
         )
     layers = checkpoint.spec.layers
     layouts = [

@@ -215,8 +215,8 @@ class PrecisionBlock(Block):
 
     `state_packed_bytes` are those of one sequence in a pool, alignment of each head included. Key order `shared` and
     `expand` are carried by exported weights (`expand` with one key head for each value head), `per-head` by the
-    kernel. `requantise_every` updates share one write; the inputs kept meanwhile are in `bits_per_value_with_ring`, and
-    the module of `export-plan --kernels` keeps them in a ring of at most 16.
+    kernel. `requantise_every` updates share one write, in the engines of this package and in the module of
+    `export-plan --kernels` at most 16; the inputs kept meanwhile are in `bits_per_value_with_ring`.
     """
 
     k_hi: Count

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from hybridstate.cli.main import app
+from hybridstate.kernels.ring_reference import LONGEST
 from hybridstate.plan.store import read_plan
 from tests.plan.calibrated import write_calibration
 from tests.tiny import write_checkpoint
@@ -219,6 +220,46 @@ def test_orders_are_options_of_export_and_shown(tmp_path: Path, tiny_gdn: Path) 
     every = ("--requantise-every", 8, "--no-weights", "-o", tmp_path / "ring")
     ring = run("export-plan", tiny_gdn, "--calibration", plain, *every)
     assert "written at every 8th update" in ring.stdout
+
+
+def test_an_interval_that_no_engine_keeps_is_refused_at_export(
+    tmp_path: Path, tiny_gdn: Path
+) -> None:
+    calibration = write_calibration(tmp_path / "cal", tiny_gdn)
+    given = ("export-plan", tiny_gdn, "--calibration", calibration, "--no-weights")
+    too_long = run(*given, "--requantise-every", LONGEST + 1, "-o", tmp_path / "out")
+    assert too_long.exit_code == 2
+    assert f"--requantise-every {LONGEST + 1}: engines keep the inputs" in too_long.stderr
+    assert f"take {LONGEST} or less" in too_long.stderr
+    assert not (tmp_path / "out").exists()
+    made = run(*given, "--requantise-every", LONGEST, "-o", tmp_path / "out")
+    assert made.exit_code == 0, made.output
+    for verb in (("export-plan",), ("bench", "decode"), ("bench", "update")):
+        said = " ".join(run(*verb, "--help").stdout.split())
+        assert f"to {LONGEST}" in said
+
+
+def test_a_plan_of_a_longer_interval_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, tiny_gdn: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of an engine that keeps more; by hand it cannot be made, since a plan has its digest."""
+    calibration = write_calibration(tmp_path / "cal", tiny_gdn)
+    out = tmp_path / "out"
+    every = ("--requantise-every", 8, "--no-weights", "-o", out)
+    run("export-plan", tiny_gdn, "--calibration", calibration, *every)
+    monkeypatch.setattr("hybridstate.runtime.orders.LONGEST", 4)
+    monkeypatch.setattr("hybridstate.trajectories.model.load_model", None)
+    given = ("bench", "decode", tiny_gdn, "--plan", out, "--device", "cpu")
+    decoded = run(*given)
+    assert decoded.exit_code == 6, decoded.output
+    assert "once in 8 updates, this engine once in 4 at most" in decoded.stderr
+    document = json.loads((out / "plan.json").read_text())
+    document["precision"]["requantise_every"] = 32
+    (out / "plan.json").write_text(json.dumps(document))
+    for verb in (given, ("plan", "show", out), ("plan", "validate", out)):
+        edited = run(*verb)
+        assert edited.exit_code == 3, edited.output
+        assert "it was edited" in edited.stderr
 
 
 @pytest.mark.parametrize(

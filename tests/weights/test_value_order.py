@@ -168,11 +168,21 @@ def test_an_interval_is_counted_and_kept_by_the_engine(tmp_path: Path, tiny_gdn:
     assert engine.pool.every == 8
     values = sum(n.value_heads * n.key_dim * n.value_dim for n in engine.loaded.spec.layers)
     assert 8 * engine.pool.ring_bytes == round(extra * values)
-    longer = api.export_plan(
-        tiny_gdn, out=tmp_path / "32", calibration=calibration, requantise_every=32, weights=False
+    with pytest.raises(UsageError, match=r"--requantise-every 32: .* once in 1 to 16 updates"):
+        api.export_plan(
+            tiny_gdn,
+            out=tmp_path / "32",
+            calibration=calibration,
+            requantise_every=32,
+            weights=False,
+        )
+    assert not (tmp_path / "32").exists()
+    by_hand = precision.model_copy(update={"requantise_every": 32})
+    longer = replace(
+        made.plan, document=made.plan.document.model_copy(update={"precision": by_hand})
     )
     with pytest.raises(PlanMismatch, match="once in 32 updates, this engine once in 16 at most"):
-        DecodeEngine(engine.loaded, state="damp", slots=1, plan=longer.plan)
+        DecodeEngine(engine.loaded, state="damp", slots=1, plan=longer)
 
 
 @pytest.mark.parametrize(
