@@ -2,16 +2,15 @@
 
 import json
 import re
-import statistics
 from collections.abc import Callable, Collection, Mapping
 
 from recordings import ROOT, recorded, source_line
+from ring_tables import drift, ring, ring_bytes, ring_launches, ring_steps
 from tables import Result, markdown, percent, times
 from update_tables import fastest_fp32, over_pass, overlapped, peers, rivals, shares
 
 FORM_BATCHES = (256, 64, 16, 8, 4, 1)
 PASS_NAMES = {"packed": "packed bytes", "bf16": "16-bit bytes", "fp32": "FP32 bytes"}
-PHASE_NAMES = ("mixed", "aligned", "aligned, two kernels")
 README_LAYERS, README_BATCHES = ("qwen3-next", "kimi-linear"), (1, 4, 16, 64, 256)
 """Of the README's table of the fastest FP32 kernels, as of its table of updates."""
 COMPILED = ROOT / "tests" / "data" / "kernels-sm90.json"
@@ -178,95 +177,6 @@ def emitted(result: Result) -> str:
     )
 
 
-def ring(result: Result) -> str:
-    """Deferred requantisation: mean over L steps by batch, ring length and phases."""
-    steps = [r for r in result["rows"] if r["what"] == "step"]
-    rows = []
-    for batch in sorted({r["batch"] for r in steps}, reverse=True):
-        for every in sorted({r["every"] for r in steps}):
-            line = [str(batch), "every step" if every == 1 else f"L = {every}"]
-            for kind in ("gdn", "kda"):
-                named = {
-                    r["name"].removesuffix(" phases"): r
-                    for r in steps
-                    if (r["batch"], r["every"], r["kind"]) == (batch, every, kind)
-                }
-                if every == 1:
-                    found = next((r for n, r in named.items() if "update.py" in n), None)
-                    cells = [_ring_time(found), "", ""]
-                else:
-                    mixed = named.get("mixed")
-                    single = named.get("aligned") or named.get("aligned, one kernel")
-                    found = mixed or single
-                    cells = [_ring_time(x) for x in (mixed, single, named.get(PHASE_NAMES[2]))]
-                line += [*cells, "" if found is None else f"{found['bits_per_value']:.2f}"]
-            rows.append(line)
-    heads = [
-        f"{k} {x}" for k in ("GDN", "KDA") for x in ("mixed", "aligned", "two kernels", "bits")
-    ]
-    return markdown(["batch", "rewritten", *heads], rows)
-
-
-def _ring_time(row: Result | None) -> str:
-    return "" if row is None else _microseconds(statistics.median(row["us_mean"]))
-
-
-def ring_bytes(result: Result) -> str:
-    """Bytes of one step at the largest batch, by part."""
-    steps = [r for r in result["rows"] if r["what"] == "step"]
-    largest = max(r["batch"] for r in steps)
-    rows, seen = [], set()
-    for r in steps:
-        key = (r["kind"], r["every"])
-        if r["batch"] != largest or key in seen:
-            continue
-        seen.add(key)
-        parts = [r["bytes"][name] / 1e6 for name in ("state", "ring", "io")]
-        rows.append([r["kind"], str(r["every"]), *(f"{x:.1f}" for x in (*parts, sum(parts)))])
-    head = ["gate", "L", "state MB", "ring MB", "inputs and output MB", "a step MB"]
-    return markdown(head, rows)
-
-
-def drift(result: Result) -> str:
-    """Error of the state after many steps against float64, and how much less than every step's."""
-    rows = []
-    for r in result["rows"]:
-        if r["what"] != "drift":
-            continue
-        base = r["state"]["1"]
-        cells = [
-            f"{x:.4f}" + ("" if every == "1" else f" ({base / x:.2f}x less)")
-            for every, x in r["state"].items()
-        ]
-        rows.append([r["kind"], f"{r['steps']:,}", *cells])
-    lengths = next(iter(r["state"] for r in result["rows"] if r["what"] == "drift"))
-    return markdown(["gate", "steps", *(f"L = {x}" for x in lengths)], rows)
-
-
-def ring_steps(result: Result) -> str:
-    """Steps of aligned rings at the largest batch by what they do, and what mixed phases cost over their mean."""
-    steps = [r for r in result["rows"] if r["what"] == "step"]
-    largest = max(r["batch"] for r in steps)
-    found = {
-        (r["kind"], r["every"], r["name"].removesuffix(" phases")): r
-        for r in steps
-        if r["batch"] == largest
-    }
-    rows = []
-    for (kind, every, name), r in found.items():
-        if not name.startswith("aligned"):
-            continue
-        first, *_, fullest, last = r["us_steps"]
-        mixed = found.get((kind, every, "mixed"))
-        mean = statistics.median(r["us_mean"])
-        over = "" if mixed is None else f"{statistics.median(mixed['us_mean']) - mean:+.1f}"
-        kernels = "two" if name.endswith("two kernels") else "one"
-        cells = [f"{x:.1f}" for x in (first, fullest, last, mean)]
-        rows.append([kind, str(every), kernels, *cells, over])
-    heads = ["empty ring", "fullest ring", "rewriting", "mean", "mixed over mean"]
-    return markdown(["gate", "L", "kernels", *heads], rows)
-
-
 def codecs(result: Result) -> str:
     """Transfers of whole states, each beside the in-place pass of the same run."""
     rows = [
@@ -353,6 +263,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "kernel-overlapped": ("overlapped.json", overlapped),
     "kernel-bytes": ("kernel-bytes.json", counted),
     "kernel-ring": ("ring.json", ring),
+    "kernel-ring-launches": ("ring.json", ring_launches),
     "kernel-ring-bytes": ("ring.json", ring_bytes),
     "kernel-ring-steps": ("ring.json", ring_steps),
     "kernel-drift": ("ring.json", drift),

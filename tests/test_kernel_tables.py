@@ -209,15 +209,85 @@ def test_peers_are_named_with_version_place_and_failures() -> None:
     assert update_tables.peers({"peers": []}) == ""
 
 
+def _ring_row(name: str, us: float, **other: Any) -> dict[str, Any]:
+    base = {"what": "step", "kind": "gdn", "batch": 256, "every": 8, "bits_per_value": 11.0}
+    return base | {"name": name, "us_mean": [us], "us_steps": [us] * 8} | other
+
+
 def test_ring_steps_are_told_apart_by_what_they_do() -> None:
-    base = {"what": "step", "kind": "gdn", "batch": 256, "every": 4}
     rows = [
-        base | {"name": "mixed phases", "us_mean": [70.0], "us_steps": [70.0] * 4},
-        base | {"name": "aligned, one kernel", "us_mean": [64.0], "us_steps": [50.0, 51.0, 52.0, 110.0]},
-        base | {"batch": 8, "name": "aligned", "us_mean": [9.0], "us_steps": [9.0] * 4},
-    ]  # fmt: skip
+        _ring_row("mixed phases", 70.0),
+        _ring_row("aligned, one kernel", 64.0, us_steps=[50.0, 51.0, 52.0, 110.0]),
+        _ring_row("aligned, two kernels", 61.0, us_steps=[48.0, 51.0, 110.0]),
+        _ring_row("aligned", 9.0, batch=8),
+    ]
     lines = kernel_tables.ring_steps({"rows": rows}).splitlines()
-    assert lines[2:] == ["| gdn | 4 | one | 50.0 | 52.0 | 110.0 | 64.0 | +6.0 |"]
+    assert lines[2:] == [
+        "| gdn | 8 | one | 50.0 | 52.0 | 110.0 | 64.0 | +6.0 |",
+        "| gdn | 8 | two | 48.0 | 51.0 | 110.0 | 61.0 | +9.0 |",
+    ]
+
+
+def test_ring_steps_of_other_launches_are_left_out() -> None:
+    """Else rows of one length are named alike, beside the mixed phases of another launch."""
+    plain = [_ring_row("mixed", 70.0), _ring_row("aligned", 64.0)]
+    others = [
+        _ring_row(f"{phases}, {launch}", 1.0)
+        for launch in ("168 registers", "early, overlapped")
+        for phases in ("mixed", "aligned")
+    ]
+    text = kernel_tables.ring_steps({"rows": plain + others})
+    assert text == kernel_tables.ring_steps({"rows": plain})
+    assert text.splitlines()[2:] == ["| gdn | 8 | one | 64.0 | 64.0 | 64.0 | 64.0 | +6.0 |"]
+
+
+def test_ring_lengths_without_a_time_have_no_row() -> None:
+    rows = [
+        _ring_row("every step, update.py", 92.0, every=1),
+        _ring_row("every step, update.py", 7.0, every=1, batch=8),
+        _ring_row("mixed", 70.0, every=4),
+        _ring_row("mixed", 68.0),
+        _ring_row("aligned", 66.0),
+        _ring_row("aligned, two kernels", 63.0),
+        _ring_row("mixed, 168 registers", 1.0),
+        _ring_row("mixed, overlapped", 2.0, every=16),  # another launch alone
+        _ring_row("mixed", 11.0, batch=8),
+    ]
+    lines = kernel_tables.ring({"rows": rows}).splitlines()
+    assert [line.split(" |  |  |  | ")[0] for line in lines[2:]] == [
+        "| 256 | every step | 92 |  |  | 11.00",
+        "| 256 | L = 4 | 70 |  |  | 11.00",
+        "| 256 | L = 8 | 68 | 66 | 63 | 11.00",
+        "| 8 | every step | 7 |  |  | 11.00",
+        "| 8 | L = 8 | 11 |  |  | 11.00",
+    ]
+
+
+def test_every_launch_of_a_ring_has_a_row_of_its_own() -> None:
+    rows = [
+        _ring_row("mixed, early, overlapped", 69.4, every=4),
+        _ring_row("mixed", 67.8),
+        _ring_row("aligned", 66.1),
+        _ring_row(
+            "aligned, two kernels", 63.5
+        ),  # not a launch: two kernels, one for each kind of step
+        _ring_row("mixed, 168 registers", 66.0),
+        _ring_row("aligned, 168 registers", 62.6),
+        _ring_row("mixed, early, overlapped", 67.79),
+        _ring_row("mixed", 74.9, kind="kda"),
+        _ring_row("mixed", 27.2, batch=64),
+        _ring_row("mixed, early, overlapped", 23.6, batch=64),
+        _ring_row("mixed", 10.9, batch=8),  # alone at its batch
+    ]
+    lines = kernel_tables.ring_launches({"rows": rows}).splitlines()
+    assert lines[2:] == [
+        "| 256 | plain | 67.8 | 66.1 | 74.9 |  |",
+        "| 256 | 168 registers | 66.0 (-1.8) | 62.6 (-3.5) |  |  |",
+        "| 256 | early, overlapped | 67.8 (+0.0) |  |  |  |",
+        "| 64 | plain | 27.2 |  |  |  |",
+        "| 64 | early, overlapped | 23.6 (-3.6) |  |  |  |",
+    ]
+    assert kernel_tables.ring_launches({"rows": rows[:4]}) == ""
 
 
 @pytest.mark.parametrize(

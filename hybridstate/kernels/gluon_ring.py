@@ -359,7 +359,8 @@ def ring_step(
 
     `append` needs room in every ring of the batch; a full ring would lose the input.
     `overlap`, `early`: see the kernel. `registers`: at most so many a thread; with 168 a multiprocessor holds nine
-    programs rather than the eight that its compiler's choice leaves room for.
+    programs rather than the eight that the compiler's choice leaves room for with a value scale. Not the default: some
+    versions of the compiler then spill (docs/kernels.md).
     """
     limit = {} if registers is None else {"maxnreg": registers}
     batch, heads, _ = v.shape

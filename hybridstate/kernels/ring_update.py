@@ -110,8 +110,8 @@ def ring_flush(
 def advised_every(batch: int, heads: int) -> int:
     """Steps between two rewrites that made a step fastest on an H200, 128 x 128: 8 for large batches, 1 (no ring).
 
-    Below, a rewriting program is the tail of the launch and the ring buys accuracy only (batch 8 of 32 heads: 11.1 us
-    with mixed phases against 7.5; 64: 28.1 against 29.4; 256: 68.0 against 92.6, GDN). A ring belongs to its slots,
+    Below, a rewriting program is the tail of the launch and the ring buys accuracy only (batch 8 of 32 heads: 10.9 us
+    with mixed phases against 7.2; 64: 27.2 against 29.4; 256: 67.8 against 91.6, GDN). A ring belongs to its slots,
     so an engine decides when it makes its pool, by the batch it is made for.
     """
     return 8 if batch * heads >= LEAST_HEADS else 1
