@@ -1,5 +1,6 @@
 """Where the result of a bench verb goes: one JSON file, or a folder with its figures."""
 
+import json as jsonlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -60,6 +61,49 @@ def check_output(path: Path | None, *, force: bool, reads: Sequence[Path | None]
         )
 
 
+def check_partial(output: Path | None, *, force: bool, resume: Path | None) -> None:
+    """Refuse a place where the result so far of another run would be replaced, before any work.
+
+    Args:
+        resume: the earlier result that this run continues from, which may be that one.
+
+    Raises:
+        UsageError: there is one, without `--force`; or nothing can be written there.
+    """
+    from hybridstate.errors import UsageError
+
+    if output is None:
+        return
+    path = partial_of(output)
+    check_output(path, force=True)
+    if path.exists() and not force and (resume is None or not _same_file(resume, path)):
+        raise UsageError(
+            f"{path} holds what another run of this output has so far",
+            hint=f"go on from it with --resume {path}, choose another output, or replace it with --force",
+            file=str(path),
+        )
+
+
+def partial_of(output: Path) -> Path:
+    """Where an unfinished run keeps what it has."""
+    return output.with_name(f"{output.name.removesuffix('.json')}.partial.json")
+
+
+def recorder(out: Output, output: Path | None) -> Callable[[dict[str, Any]], None] | None:
+    """Write the result so far beside the output, as a whole file each time; None without an output."""
+    from hybridstate.provenance import write_file
+
+    if output is None:
+        return None
+    path = partial_of(output)
+
+    def record(result: dict[str, Any]) -> None:
+        document = recorded(out, result, result["device"])
+        write_file(path, (jsonlib.dumps(document, allow_nan=False) + "\n").encode())
+
+    return record
+
+
 def _same_file(one: Path, other: Path) -> bool:
     """Whether both names lead to one file; what cannot be looked at is told by whoever reads it."""
     try:
@@ -77,7 +121,11 @@ def finish(
     force: bool,
     draw: Callable[[dict[str, Any], Path], None] | None = None,
 ) -> None:
-    """Add where the numbers come from, write the document and its figures, hand over the result."""
+    """Add where the numbers come from, write the document and its figures, hand over the result.
+
+    Raises:
+        UsageError: another process took the output meanwhile; the result is beside it.
+    """
     from hybridstate.errors import UsageError
     from hybridstate.provenance import fresh_folder, readable_json, write_file
 
@@ -85,21 +133,31 @@ def finish(
     result["provenance"] = document["provenance"]
     if path is not None:
         text = readable_json(document)
+        target = path if force else _free(path)
         if path.suffix == ".json":
-            if path.exists() and not force:
-                raise UsageError(
-                    f"output {path} was written by another process meanwhile",
-                    hint="choose another file",
-                    file=str(path),
-                )
-            write_file(path, text)
+            write_file(target, text)
         else:
-            with fresh_folder(path, force=force) as folder:
+            with fresh_folder(target, force=force) as folder:
                 write_file(folder / f"{name}.json", text)
                 if draw is not None:
                     draw(result, folder)
+        if target != path:
+            raise UsageError(
+                f"output {path} was written by another process meanwhile, this result is in {target}",
+                hint="rename it, or give each run an output of its own",
+                file=str(target),
+            )
         out.note(f"wrote {path}")
     out.result(result)
+
+
+def _free(path: Path) -> Path:
+    """The path, or where it is taken by now the first of `NAME-2`, `NAME-3` ... that is not."""
+    number, target = 1, path
+    while target.exists() and not (number == 1 and target.is_dir() and not any(target.iterdir())):
+        number += 1
+        target = path.with_name(f"{path.stem}-{number}{path.suffix}")
+    return target
 
 
 def recorded(out: Output, result: dict[str, Any], hardware: dict[str, Any]) -> dict[str, Any]:

@@ -1,14 +1,20 @@
 """`hybridstate bench quality`: answers after compressed hits, and with the live state in every format."""
 
-import json as jsonlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from hybridstate.cli.bench_options import Masks, PlanFolder
-from hybridstate.cli.bench_output import OutputPath, check_output, finish, recorded
+from hybridstate.cli.bench_output import (
+    OutputPath,
+    check_output,
+    check_partial,
+    finish,
+    partial_of,
+    recorder,
+)
 from hybridstate.cli.options import (
     Device,
     Dtype,
@@ -158,8 +164,7 @@ def quality(
     with command("bench quality", model=model, json=json, quiet=quiet) as out:
         check_device(device)
         check_output(output, force=force, reads=(qa, gate_input_from))
-        if output is not None:
-            check_output(_partial(output), force=True)
+        check_partial(output, force=force, resume=resume)
         from hybridstate import api
 
         result = api.bench_quality(
@@ -187,12 +192,12 @@ def quality(
             device=device,
             dtype=dtype,
             progress=out.progress,
-            record=None if output is None else _recorder(out, output),
+            record=recorder(out, output),
         ).to_json()
         quality_tables(out, result)
         finish(out, "quality", result, output, force=force, draw=_draw)
         if output is not None:
-            _partial(output).unlink(missing_ok=True)
+            partial_of(output).unlink(missing_ok=True)
 
 
 def named_tasks(given: Sequence[str] | None, *, qa: bool) -> list[str] | None:
@@ -204,22 +209,6 @@ def named_tasks(given: Sequence[str] | None, *, qa: bool) -> list[str] | None:
 
     suites = {"own": own.TASKS, "ruler": ruler.TASKS if qa else ruler.TASKS[:-1]}
     return [task for name in given for task in suites.get(name, (name,))]
-
-
-def _partial(output: Path) -> Path:
-    """Where an unfinished run keeps what it has."""
-    return output.with_name(f"{output.name.removesuffix('.json')}.partial.json")
-
-
-def _recorder(out: Output, output: Path) -> Callable[[dict[str, Any]], None]:
-    """Write the result so far beside the output, as a whole file each time."""
-    from hybridstate.provenance import write_file
-
-    def record(result: dict[str, Any]) -> None:
-        document = recorded(out, result, result["device"])
-        write_file(_partial(output), (jsonlib.dumps(document, allow_nan=False) + "\n").encode())
-
-    return record
 
 
 def _draw(result: dict[str, Any], folder: Path) -> None:

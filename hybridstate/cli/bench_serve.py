@@ -1,13 +1,18 @@
 """`hybridstate bench serve`: serving with the real prefix cache and the real engine."""
 
-import json as jsonlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
-from hybridstate.cli.bench_output import OutputPath, check_output, finish, recorded
+from hybridstate.cli.bench_output import (
+    OutputPath,
+    check_output,
+    check_partial,
+    finish,
+    partial_of,
+    recorder,
+)
 from hybridstate.cli.options import (
     Device,
     Force,
@@ -18,7 +23,7 @@ from hybridstate.cli.options import (
     check_device,
     parse_gate_input,
 )
-from hybridstate.cli.output import Output, command
+from hybridstate.cli.output import command
 from hybridstate.cli.serving_options import (
     ArmNames,
     Balances,
@@ -137,8 +142,7 @@ def serve(
         check_output(output, force=force, reads=(trace_file,))
         if workers > MOST_WORKERS:
             raise UsageError(f"--workers must be at most {MOST_WORKERS}, found {workers}")
-        if output is not None:
-            check_output(_partial(output), force=True)
+        check_partial(output, force=force, resume=resume)
         from hybridstate import api
 
         result = api.bench_serve(
@@ -169,32 +173,12 @@ def serve(
             device=device,
             dtype=dtype,
             progress=out.progress,
-            record=_recorder(out, output),
+            record=recorder(out, output),
         )
         serving_tables(out, result)
         finish(out, "serve", result, output, force=force, draw=_draw)
         if output is not None:
-            _partial(output).unlink(missing_ok=True)
-
-
-def _recorder(out: Output, output: Path | None) -> Callable[[dict[str, Any]], None] | None:
-    """Write the points so far beside the output, as a whole file each time; None without an output."""
-    from hybridstate.provenance import write_file
-
-    if output is None:
-        return None
-    path = _partial(output)
-
-    def record(result: dict[str, Any]) -> None:
-        document = recorded(out, result, result["device"])
-        write_file(path, (jsonlib.dumps(document, allow_nan=False) + "\n").encode())
-
-    return record
-
-
-def _partial(output: Path) -> Path:
-    """Where an unfinished run keeps what it has."""
-    return output.with_name(f"{output.name.removesuffix('.json')}.partial.json")
+            partial_of(output).unlink(missing_ok=True)
 
 
 def _draw(result: dict[str, Any], folder: Path) -> None:

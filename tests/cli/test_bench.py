@@ -280,14 +280,53 @@ def test_ranks_with_too_little_memory_say_so(tmp_path: Path) -> None:
     assert not (tmp_path / "out.json").exists()
 
 
-def test_what_another_run_wrote_meanwhile_is_kept(
+def test_what_another_run_wrote_meanwhile_is_kept_and_the_later_result_stands_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both found the place free; the first to end has it."""
+    (tmp_path / "out-2.json").write_text("older")
     target = tmp_path / "out.json"
     monkeypatch.setattr(provenance, "environment", lambda **_: target.write_text("theirs") and {})
     options = ("--batch", "1", "--samples", "1", "--device", "cpu", "-o", target)
     result = run("update", "tiny-kda", *options)
     assert result.exit_code == 2
-    assert f"{target} was written by another process meanwhile" in result.stderr
+    beside = tmp_path / "out-3.json"
+    told = f"{target} was written by another process meanwhile, this result is in {beside}"
+    assert told in result.stderr
     assert target.read_text() == "theirs"
+    assert json.loads(beside.read_text())["command"] == "bench update"
+    folder = tmp_path / "folder"
+
+    def filled(**_: object) -> dict[str, object]:
+        folder.mkdir(exist_ok=True)
+        (folder / "update.json").write_text("theirs")
+        return {}
+
+    monkeypatch.setattr(provenance, "environment", filled)
+    result = run("update", "tiny-kda", *options[:-1], folder)
+    assert result.exit_code == 2
+    assert f"this result is in {tmp_path / 'folder-2'}" in result.stderr
+    assert (folder / "update.json").read_text() == "theirs"
+    assert (tmp_path / "folder-2" / "update.json").exists()
+
+
+@pytest.mark.parametrize("verb", ["serve", "quality"])
+def test_what_another_run_has_so_far_is_not_replaced(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was stopped, or that still goes on."""
+    reached = []
+    monkeypatch.setattr(api, f"bench_{verb}", lambda *_, **given: reached.append(given) or 1 / 0)
+    target, partial = tmp_path / "out.json", tmp_path / "out.partial.json"
+    partial.write_text("{}")
+    refused = run(verb, "tiny-kda", "-o", target)
+    assert refused.exit_code == 2
+    assert f"{partial} holds what another run of this output has so far" in refused.stderr
+    assert f"--resume {partial}" in refused.stderr
+    assert partial.read_text() == "{}"
+    assert not reached
+    run(verb, "tiny-kda", "-o", target, "--resume", tmp_path / "other.json")
+    assert not reached
+    run(verb, "tiny-kda", "-o", target, "--resume", partial)
+    run(verb, "tiny-kda", "-o", target, "--force")
+    assert len(reached) == 2
