@@ -178,6 +178,7 @@ def validate_horizons(
     """
     from typing import cast
 
+    from hybridstate.bench.room import check_room
     from hybridstate.checkpoint import require_weights
     from hybridstate.horizons.gate_input import Objective
     from hybridstate.quality.intervention import ProbeOptions, probe
@@ -189,6 +190,8 @@ def validate_horizons(
     from hybridstate.trajectories.prompts import HELDOUT, heldout_text
 
     require_weights(model)
+    asked = ProbeOptions(examples=intervention)
+    check_room("--intervention", intervention, asked.tokens, "texts of every depth")
     documents = plain_text(HELDOUT, heldout_text()) if text is None else read_documents(text)
     static = analyze(
         model,

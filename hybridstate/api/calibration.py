@@ -194,6 +194,7 @@ class _Run:
         **options: Any,
     ) -> "_Run":
         """Check the options and load the model."""
+        from hybridstate.bench.room import check_room
         from hybridstate.quality.evaluation import check_part_of, units
         from hybridstate.quant.catalogue import parse_list
         from hybridstate.quant.risk import check_k_hi
@@ -210,6 +211,8 @@ class _Run:
         texts = shipped_texts() if prompts is None else read_texts(Path(prompts))
         if sequences is not None:
             settings = with_sequences(settings, sequences, len(texts))
+        tokens = settings.input_tokens + settings.new_tokens
+        check_room("--tasks", tasks, 8 * tokens, "texts of every task")
         with stage("load"):
             make = dummy_model if dummy else load_model
             loaded = make(model, device=device, dtype=torch_dtype(dtype), lower_bound=lower_bound)

@@ -6,6 +6,7 @@ from typing import Final
 
 import numpy as np
 
+from hybridstate.bench.room import check_room, check_samples
 from hybridstate.defaults import RANDOM_MASK_SEEDS
 from hybridstate.errors import UsageError
 from hybridstate.quality import tasks
@@ -69,6 +70,8 @@ class Options:
         ):
             if value < least:
                 raise UsageError(f"--{name} must be at least {least}, found {value}")
+        check_samples("--repeats", self.repeats)
+        check_room("--questions", self.questions, self.tokens * len(self.tasks), "their texts")
 
 
 def make_cases(loaded: LoadedModel, options: Options, prose: str) -> list[Cases]:

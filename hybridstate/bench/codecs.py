@@ -20,6 +20,7 @@ from hybridstate.bench.codec_work import (
     Transfer,
     Workload,
 )
+from hybridstate.bench.room import check_room, check_samples
 from hybridstate.bench.timing import (
     Samples,
     device_record,
@@ -131,8 +132,11 @@ def run_codecs(
         raise UsageError(f"no sizes for {unknown[0]!r}", hint=f"choose from {', '.join(MODELS)}")
     if min(slots, samples) < 1:
         raise UsageError("slots and samples must be positive")
+    check_samples("--samples", samples)
     if on_gpu and not torch.cuda.is_available():
         raise MissingRequirement("no CUDA device", hint="Use --device cpu.")
+    largest = max(MODELS[name].dense_bytes for name in names)
+    check_room("--slots", slots, largest, "dense slots", device)
     report: Progress = progress or (lambda _stage, _done, _total: None)
     checks: list[dict[str, Any]] = []
     rows: list[CodecRow] = []

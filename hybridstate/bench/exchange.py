@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hybridstate.bench.room import check_samples
 from hybridstate.bench.timing import Samples
 from hybridstate.errors import MissingRequirement, NumericError, UsageError
 from hybridstate.families import ModelSpec
@@ -245,6 +246,7 @@ def run_exchange(
     """
     if tp < 2:
         raise UsageError(f"an exchange needs at least 2 ranks, found {tp}", found=tp, expected=2)
+    check_samples("--repeats", repeats)
     if device == "cuda" and torch.cuda.device_count() < tp:
         raise MissingRequirement(
             f"--tp {tp} needs {tp} GPUs, found {torch.cuda.device_count()}",

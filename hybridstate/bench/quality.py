@@ -22,7 +22,9 @@ from hybridstate.bench.quality_record import LOADED_IN_ALL, Quality, earlier, ru
 from hybridstate.bench.quality_rows import Rows, loaded_share
 from hybridstate.bench.quality_times import first_token_times
 from hybridstate.bench.quality_window import whole_window
+from hybridstate.bench.room import check_room
 from hybridstate.errors import NumericError, UsageError
+from hybridstate.plan.accounting import temporal_bytes
 from hybridstate.quality import ruler
 from hybridstate.quality.generation import Sampling, generate
 from hybridstate.quality.questions import Block, own_block, ruler_block
@@ -75,6 +77,10 @@ def run_quality(
         NumericError: a state is not finite, WR with a whole window is not recomputation, or every block was refused.
     """
     options.check()
+    state = temporal_bytes(loaded.spec)
+    check_room("--questions", options.questions, state, "states of their prefixes", loaded.device)
+    if options.slots is not None:
+        check_room("--slots", options.slots, state, "cached states of an arm", loaded.device)
     assert arms[0].name == "dense"
     report: Progress = progress or (lambda _stage, _done, _total: None)
     keep: Record = record or (lambda _result: None)

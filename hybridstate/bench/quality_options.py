@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
+from hybridstate.bench.room import check_room, check_samples
 from hybridstate.defaults import RANDOM_MASK_SEEDS
 from hybridstate.errors import UsageError
 from hybridstate.quality import ruler, tasks
@@ -82,3 +83,6 @@ class Options:
         ):
             if value < least:
                 raise UsageError(f"--{name} must be at least {least}, found {value}")
+        check_samples("--repeats", self.repeats)
+        check_room("--questions", self.questions, 8 * max(self.tokens), "prompts")
+        check_room("--replays", self.replays, 8 * self.questions, "scores of all questions")

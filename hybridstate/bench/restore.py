@@ -218,7 +218,8 @@ def run_restore(
     report: Progress = progress or (lambda _stage, _done, _total: None)
     arms, cutoffs = make_arms(loaded, selections, options.seeds)
     groups = make_cases(loaded, options, prose)
-    pool = StatePool(loaded.spec, options.rows, device=loaded.device)
+    together = min(options.rows, max(map(len, groups)))
+    pool = StatePool(loaded.spec, max(2, together), device=loaded.device)
     check = bit_equal_restore(loaded, arms[0], groups[0], pool)
     outcomes, total = Outcomes(), sum(len(group) for group in groups) * len(arms)
     finished = 0

@@ -11,7 +11,6 @@ With several ranks each process serves the same requests on its heads of the sam
 """
 
 import gc
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -27,6 +26,7 @@ from hybridstate.bench.recording import (
     RecordingReplay,
     RecordingStore,
 )
+from hybridstate.bench.room import memory
 from hybridstate.bench.scheduler import Executor, Limits, Request, Run, Scheduler, Seconds
 from hybridstate.bench.serving_arms import Arm
 from hybridstate.bench.traces import Trace
@@ -358,10 +358,7 @@ def check_fits(arm: Arm, native: int, packed: int, device: torch.device) -> None
     needed = (native + RESERVED) * arm.live.full_bytes + arm.staging_bytes
     if arm.cached is not None:
         needed += (packed + RESERVED) * arm.cached.full_bytes
-    if device.type == "cuda":
-        held = torch.cuda.get_device_properties(device).total_memory
-    else:
-        held = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    held = memory(device)
     if needed > held:
         raise UsageError(
             f"{arm.name}: slots of {needed / 2**30:,.1f} GiB, the {device.type} has {held / 2**30:,.1f}",

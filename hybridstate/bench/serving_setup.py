@@ -60,7 +60,7 @@ def make_options(
         UsageError: one is out of range.
     """
     from hybridstate.bench.serving_arms import SCOPES
-    from hybridstate.bench.sweep import DEFAULT_ARMS, LIMITS, RATIOS, Options
+    from hybridstate.bench.sweep import DEFAULT_ARMS, LIMITS, MOST_SLOTS, RATIOS, Options
     from hybridstate.plan.placement import BALANCES
     from hybridstate.runtime.admission import Admission, Pools
 
@@ -90,6 +90,12 @@ def make_options(
         control=control,
     )
     options.check()
+    if max(options.limits) > MOST_SLOTS:
+        raise UsageError(
+            f"--limit {max(options.limits):,}: every running request has a slot, at most {MOST_SLOTS:,}",
+            hint=f"{clients:,} clients have no more requests than that at once",
+            found=max(options.limits),
+        )
     return options
 
 

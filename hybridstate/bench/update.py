@@ -24,6 +24,7 @@ from hybridstate.bench.layers import (
     random_inputs,
 )
 from hybridstate.bench.peers import peer_rows
+from hybridstate.bench.room import check_room, check_samples
 from hybridstate.bench.timing import (
     Samples,
     device_record,
@@ -101,7 +102,7 @@ def run_update(
     on_gpu = device.type == "cuda"
     batches = tuple(batches or (GPU_BATCHES if on_gpu else CPU_BATCHES))
     gates = tuple(gates or (GATES[:1] if on_gpu else GATES[1:]))
-    _check_arguments(formats, batches, gates, samples, requantise_every, device)
+    _check_arguments(formats, batches, gates, samples, requantise_every, dims, device)
     report: Progress = progress or (lambda _stage, _done, _total: None)
     rows: list[UpdateRow] = []
     total = len(dims) * len(batches) * len(formats) * len(gates)
@@ -155,6 +156,7 @@ def _check_arguments(
     gates: Sequence[str],
     samples: int,
     requantise_every: Sequence[int],
+    dims: Sequence[UpdateDims],
     device: torch.device,
 ) -> None:
     wrong = [every for every in requantise_every if not 2 <= every <= LONGEST]
@@ -175,6 +177,9 @@ def _check_arguments(
         raise UsageError("batch sizes and samples must be positive")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise MissingRequirement("no CUDA device", hint="Use --device cpu.")
+    check_samples("--samples", samples)
+    values = max(layer.value_heads * layer.key_dim * layer.value_dim for layer in dims)
+    check_room("--batch", max(batches), values, "states of a byte a value", device)
 
 
 def _measured(
