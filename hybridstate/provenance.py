@@ -174,6 +174,12 @@ def check_output_folder(path: Path, *, force: bool = False, replaces: Sequence[s
             cannot be written.
     """
     try:
+        if path.suffix == ".json" and not path.exists():
+            raise UsageError(
+                f"output {path} would be a folder, and its name is that of a file",
+                hint="name a folder; --json prints the result as one document",
+                file=str(path),
+            )
         if (path.exists() or path.is_symlink()) and not path.is_dir():
             what = "a file" if path.exists() else "a link to nothing"
             raise UsageError(f"output {path} is {what}, a folder is expected", file=str(path))

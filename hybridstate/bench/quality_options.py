@@ -56,15 +56,15 @@ class Options:
             UsageError: naming the option.
         """
         known = (*OWN_TASKS, *ruler.TASKS)
-        for option, given, allowed in (
-            ("--tasks", self.tasks, known),
-            ("--boundary", self.boundaries, BOUNDARIES),
+        for option, given, allowed, suites in (
+            ("--tasks", self.tasks, known, ("own", "ruler")),
+            ("--boundary", self.boundaries, BOUNDARIES, ()),
         ):
             unknown = [name for name in given if name not in allowed]
             if unknown:
                 raise UsageError(
                     f"{option} {unknown[0]!r:.40} is not known",
-                    hint=f"choose from {', '.join(allowed)}",
+                    hint=f"choose from {', '.join((*suites, *allowed))}",
                 )
         if not self.tasks or not self.tokens:
             raise UsageError("no task or no length given")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hybridstate.checkpoint.folder import FolderReader, read_folder
 from hybridstate.checkpoint.header import TensorEntry, decode
 from hybridstate.checkpoint.hub import HubName, hub_name, read_hub
-from hybridstate.checkpoint.index import config_digest
+from hybridstate.checkpoint.index import CONFIG, config_digest
 from hybridstate.checkpoint.parts import Origin, Read, Reader
 from hybridstate.errors import NumericError, SourceError, UsageError
 from hybridstate.families import LinearLayer, ModelSpec, check_log_scale, detect
@@ -300,6 +300,12 @@ def _resolve(model: str) -> HubName | tuple[Path, str, tuple[str, ...]]:
         raise SourceError(f"no model at {model:.200}: {why}", model=model) from error
     if there and path.is_dir():
         folder = path.resolve()
+        if model in EMBEDDED and not (folder / CONFIG).exists():
+            raise SourceError(
+                f"{folder} has no {CONFIG}, and its name hides the embedded model {model}",
+                hint="rename the folder, or work in another one",
+                file=str(folder),
+            )
         other = "embedded model" if model in EMBEDDED else "Hub repository"
         wins = f"{model}: using the local folder {folder}, not the {other} of that name"
         return folder, folder.name, (wins,) if model in EMBEDDED or named is not None else ()

@@ -207,7 +207,7 @@ def calibrate(
             stage_line,
             stage_table,
         )
-        from hybridstate.trajectories.stages import timed
+        from hybridstate.trajectories.stages import OTHER, timed
 
         if part is not None and output is not None:
             api.calibrate_part(model, output, part, force=force, progress=out.progress, **options)
@@ -218,7 +218,8 @@ def calibrate(
             try:
                 found = api.calibrate(model, output, force=force, progress=out.progress, **options)
             except BaseException:
-                out.note(f"until then: {stage_line(stages.to_json())}")
+                if set(stages.seconds) - {OTHER}:  # not where options were refused
+                    out.note(f"until then: {stage_line(stages.to_json())}")
                 raise
         if dummy:
             out.warn(f"{model}: synthetic weights; nothing here says anything about trained ones")

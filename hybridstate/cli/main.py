@@ -146,5 +146,10 @@ def _usage(error: Exception, arguments: list[str]) -> int:
         context: Any = getattr(error, "ctx", None)
         path = context.command_path if context is not None else "hybridstate"
         verb = path.removeprefix("hybridstate").strip()
-        usage_failure(verb, message, f"see {path} --help", json="--json" in arguments)
+        known = getattr(getattr(context, "command", None), "commands", {})
+        later = next((name for name in arguments if name in known), None)
+        hint = f"see {path} --help"
+        if later is not None:
+            hint = f"the command comes first: {path} {later} ..."
+        usage_failure(verb, message, hint, json="--json" in arguments)
     return int(getattr(error, "exit_code", 2))

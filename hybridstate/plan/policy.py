@@ -21,6 +21,8 @@ from hybridstate.errors import SourceError
 Variant = Literal["dasc_nr", "dasc_wr"]
 StorageDtype = Literal["float16", "bfloat16", "float32"]
 
+_FORM: Final = "give a DASC policy, as Model-Optimizer or `hybridstate plan policy` writes it"
+
 GATES: Final = {
     "min_perplexity_retention": 0.995,
     "min_top1_agreement": 0.98,
@@ -178,9 +180,12 @@ def read_policy(path: str | Path) -> Policy:
         first = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(map(str, first["loc"])) or "document"
         message = str(first["msg"]).removeprefix("Value error, ")
-        raise SourceError(f"{file}: {place}: {message}", file=str(file)) from error
+        said = f"no {place!r}" if first["type"] == "missing" else f"{place}: {message}"
+        raise SourceError(f"{file}: {said}", hint=_FORM, file=str(file)) from error
     except (OSError, ValueError, TypeError) as error:
-        raise SourceError(f"{file}: not readable as JSON: {error}", file=str(file)) from error
+        raise SourceError(
+            f"{file}: not readable as JSON: {error}", hint=_FORM, file=str(file)
+        ) from error
 
 
 def policy_bytes(policy: Policy) -> bytes:
