@@ -205,12 +205,14 @@ def read_gate_input(
     again = "record one with `hybridstate analyze MODEL --validate --json`"
     try:
         found = an_object(result_of(read_object(file))["validation"], "its validation")
-        recorded: dict[str, str] = found["model_digests"]
+        recorded: dict[str, str] = an_object(found["model_digests"], "model_digests")
         chosen: Objective = objective or found["gate_input_objective"]
-        choice = found["gate_input_choices"][chosen]
-        value, flat = float(choice["gate_input"]), bool(choice["flat"])
-        if not np.isfinite(value):
-            raise ValueError(f"gate input {value}")
+        choices = an_object(found["gate_input_choices"], "gate_input_choices")
+        choice = an_object(choices[chosen], f"the choice by {chosen}")
+        value, flat = choice["gate_input"], bool(choice["flat"])
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not np.isfinite(float(value)):
+            raise ValueError(f"gate_input is {value!r:.40}, a number is expected")
     except (OSError, *UNREADABLE) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise SourceError(
@@ -226,4 +228,4 @@ def read_gate_input(
             hint="validate again with --gate-objective median, or give --gate-input FLOAT",
             file=str(file),
         )
-    return value
+    return float(value)

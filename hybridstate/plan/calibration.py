@@ -151,11 +151,15 @@ def _parse(folder: Path, content: dict[str, Any], arrays: dict[str, NDArray[Any]
         risk.append(scores)
         protected.append(chosen)
     values = _value_maps(folder, arrays, indices, [scores.shape[0] for scores in risk], k_hi)
-    model = content["model"]
+    model = an_object(content["model"], "model")
+    digests = an_object(model["digests"], "model.digests")
+    validation = content.get("validation", [])
+    if not isinstance(validation, list):
+        raise TypeError("validation is no list of formats")
     return Calibration(
         path=folder,
         model=str(model["name"]),
-        digests={part: str(model["digests"][part]) for part in ("config", "index", "decay")},
+        digests={part: str(digests[part]) for part in ("config", "index", "decay")},
         k_hi=k_hi,
         group=int(content["group"]),
         selector=str(content["selector"]),
@@ -173,8 +177,11 @@ def _parse(folder: Path, content: dict[str, Any], arrays: dict[str, NDArray[Any]
             "validation_sequences": content.get("validation_sequences"),
             "validation_positions": content.get("validation_positions"),
             "validation": [
-                {name: row[name] for name in ValidationRow.model_fields}
-                for row in content.get("validation", [])
+                {
+                    name: an_object(row, f"validation[{n}]")[name]
+                    for name in ValidationRow.model_fields
+                }
+                for n, row in enumerate(validation)
             ],
         },
         values=values,
@@ -221,7 +228,8 @@ def _value_maps(
 
 def _check_bytes(folder: Path, content: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:
     """Arrays whose digest `calibration.json` names must have it."""
-    for name, listed in content.get("arrays", {}).items():
+    for name, given in an_object(content.get("arrays", {}), "arrays").items():
+        listed = an_object(given, f"arrays.{name}")
         found = sha256_bytes(arrays[name].tobytes()) if name in arrays else None
         if found != listed["sha256"]:
             problem = "is missing" if found is None else "was changed"

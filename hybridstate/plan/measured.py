@@ -135,8 +135,8 @@ def read_measured(path: str | Path, digests: Mapping[str, str], *, policy: str =
     try:
         raw = read_bytes(file)
         result = result_of(an_object(parse_json(raw), "the document"))
-        recorded: dict[str, str] = result["model_digests"]
-        protocol = result["protocol"]
+        recorded: dict[str, str] = an_object(result["model_digests"], "model_digests")
+        protocol = an_object(result["protocol"], "protocol")
         found = Measured(
             file=file.name,
             digest=sha256_bytes(raw),

@@ -179,7 +179,7 @@ def read_policy(path: str | Path) -> Policy:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(map(str, first["loc"])) or "document"
-        message = str(first["msg"]).removeprefix("Value error, ")
+        message = str(first["msg"]).removeprefix("Value error, ").replace("valid tuple", "list")
         said = f"no {place!r}" if first["type"] == "missing" else f"{place}: {message}"
         raise SourceError(f"{file}: {said}", hint=_FORM, file=str(file)) from error
     except (OSError, ValueError, TypeError) as error:

@@ -11,7 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridstate.checkpoint import Checkpoint, DecayParameters
-from hybridstate.errors import NumericError, PlanMismatch, SourceError, UnsupportedModel, UsageError
+from hybridstate.checkpoint.documents import an_object
+from hybridstate.defaults import MIN_REPLAY_TOKENS
+from hybridstate.errors import (
+    UNREADABLE,
+    NumericError,
+    PlanMismatch,
+    SourceError,
+    UnsupportedModel,
+    UsageError,
+)
 from hybridstate.horizons.static import static_horizons
 from hybridstate.plan.accounting import account
 from hybridstate.plan.policy import (
@@ -158,7 +167,7 @@ def measurements_of(
     """
     try:
         return tuple(_measured(result, checkpoint, horizons, variant))
-    except (KeyError, TypeError, AttributeError) as error:
+    except UNREADABLE as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise SourceError(
             f"not a result of `bench restore` with prose: {reason}",
@@ -173,12 +182,18 @@ def _measured(
     variant: Variant,
 ) -> list[Measurement]:
     prefix = {"dasc_nr": "nr", "dasc_wr": "wr"}[variant]
-    arms = {arm["arm"]: arm for arm in result["arms"]}
+    if not isinstance(result["arms"], list):
+        raise TypeError("arms is no list")
+    listed = [an_object(arm, f"arms[{n}]") for n, arm in enumerate(result["arms"])]
+    arms = {str(arm["arm"]): arm for arm in listed}
     spec, rows = checkpoint.spec, []
     total = sum(layer.value_heads for layer in spec.layers)
     for arm in arms.values():
         if arm["policy"] != prefix or arm["w_max"] is None or arm["seed"] is not None:
             continue
+        w_max = arm["w_max"]
+        if isinstance(w_max, bool) or not isinstance(w_max, int) or w_max < MIN_REPLAY_TOKENS:
+            raise ValueError(f"arm {arm['arm']} has a w_max of {w_max!r:.40}")
         selection = select(horizons, int(arm["w_max"]))
         if arm["mask_digest"] != selection.mask_digest:
             raise PlanMismatch(
@@ -206,7 +221,11 @@ def _quality(
 ) -> Iterable[Quality]:
     """One slice for held-out prose: the only text on which `bench restore` records likelihoods."""
     exact = check["dense_restore_bit_equal"]
-    ours, theirs = arm["prose"], dense["prose"]
+    ours, theirs = (an_object(a["prose"], f"prose of {a['arm']}") for a in (arm, dense))
+    for name in ("bits_per_byte", "kl", "top1_agreement"):
+        for side in (ours, theirs):
+            if isinstance(side[name], bool) or not isinstance(side[name], int | float):
+                raise TypeError(f"{name} of arm {arm['arm']} or dense is no number")
     retention = 2.0 ** (theirs["bits_per_byte"] - ours["bits_per_byte"])
     # slots are poisoned with NaN before a load: a unit that the policy did not restore would show
     restored = math.isfinite(ours["kl"]) and math.isfinite(ours["bits_per_byte"])
@@ -248,6 +267,7 @@ def _by_layer(policy: Policy, checkpoint: Checkpoint) -> dict[int, tuple[str, La
         raise PlanMismatch(
             f"the policy and {checkpoint.name} differ in the heads of block {wrong[0]}: "
             f"{theirs.get(wrong[0], 0)} and {own.get(wrong[0], 0)}",
+            hint="the policy was made for another model, or was edited; make a new one",
             layer=wrong[0],
         )
     return found
