@@ -1,6 +1,7 @@
 """Counts that memory cannot hold, refused before any work and with the bytes."""
 
 import os
+import sys
 from typing import Final
 
 import torch
@@ -14,10 +15,13 @@ HOST: Final = torch.device("cpu")
 
 
 def memory(device: torch.device) -> int:
-    """Bytes of a device, free or not."""
+    """Bytes of a device, free or not; without bound where the system does not say."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError):  # Windows, and systems that do not count pages
+        return sys.maxsize
 
 
 def check_room(option: str, count: int, each: int, what: str, device: torch.device = HOST) -> None:

@@ -90,3 +90,17 @@ def test_the_largest_count_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     check_samples("--samples", 1 << 25)
     with pytest.raises(UsageError, match="samples, which are all kept, take"):
         check_samples("--samples", (1 << 25) + 1)
+
+
+def test_a_system_that_does_not_tell_its_memory_bounds_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unknown(name: str) -> int:
+        raise ValueError(f"unrecognized configuration name {name}")
+
+    for stand_in in (unknown, None):
+        if stand_in is None:
+            monkeypatch.delattr(room.os, "sysconf")
+        else:
+            monkeypatch.setattr(room.os, "sysconf", stand_in)
+        check_samples("--seeds", 10**12)
