@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from hybridstate.bench.recorded_form import SIGNED
+from hybridstate.bench.recorded_form import Signed, check
 from hybridstate.checkpoint.documents import read_object
 from hybridstate.errors import UNREADABLE, NumericError, SourceError, reading
 
@@ -190,10 +190,9 @@ def _numbers(given: Mapping[str, Any], terms: Sequence[str]) -> tuple[float, ...
     Raises:
         KeyError, ValueError: one is missing, or no number.
     """
-    found = [given.get(t, 0) if t in OPTIONAL else given[t] for t in terms]
-    for term, value in zip(terms, found, strict=True):
-        SIGNED(value, term)
-    return tuple(map(float, found))
+    found = {t: given.get(t, 0) if t in OPTIONAL else given[t] for t in terms}
+    check(dict[str, Signed], found)
+    return tuple(map(float, found.values()))
 
 
 REWEIGHTINGS: Final = 5

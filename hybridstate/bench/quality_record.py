@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from hybridstate.bench.quality_form import check_result
+from hybridstate.bench.quality_form import Result
 from hybridstate.bench.quality_options import Options
 from hybridstate.bench.quality_rows import loaded_share, summary
+from hybridstate.bench.recorded_form import check
 from hybridstate.bench.serving_points import differing
 from hybridstate.bench.timing import device_record
 from hybridstate.checkpoint.documents import read_object, result_of
@@ -134,7 +135,7 @@ def earlier(path: Path, header: Mapping[str, Any]) -> Quality:
     hint = "give a document of `bench quality`, whole or partial, as it was written"
     with reading(path, f"cannot read the blocks of {path.name}", hint=hint):
         document = result_of(read_object(path))
-        check_result(document)
+        check(Result, document)
         found = Quality(
             {name: document[name] for name in header},
             blocks=list(document["blocks"]),

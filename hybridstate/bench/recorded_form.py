@@ -1,175 +1,102 @@
 """The form of recorded results that a run continues from or is fitted to: every value by its place, before any work.
 
-A check takes a value and its place, such as `points[3].limit`, and raises what `errors.reading` puts in one line.
+Forms are pydantic models; `check` says what is wrong in one line that `errors.reading` passes on.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
 
-Check = Callable[[Any, str], None]
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 LARGEST: Final = 1e100
 """Of a recorded number: sums and products of such numbers are finite."""
 
+Signed = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
+Number = Annotated[Signed, Field(ge=0)]
+Above = Annotated[Signed, Field(gt=0)]
+Share = Annotated[Signed, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=0, le=int(LARGEST))]
+Positive = Annotated[int, Field(ge=1, le=int(LARGEST))]
 
-def number(least: float = 0.0, most: float = LARGEST, *, above: bool = False) -> Check:
-    """A number in a range, not at its lower end where it has to be `above` that."""
-    wanted = f"a number {'above' if above else 'of at least'} {least:g} and at most {most:g}"
-    if most == LARGEST:
-        wanted = wanted.split(" and ")[0] if least > -LARGEST else "a number"
+_WANTED: Final = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "literal_error": "one of {expected}",
+    "greater_than": "a number above {gt:.15g}",
+    "greater_than_equal": "a number of at least {ge:.15g}",
+    "less_than_equal": "a number of at most {le:.15g}",
+}
+"""What is expected, by pydantic's name of what is wrong."""
 
-    def check(value: Any, place: str) -> None:
-        real = isinstance(value, int | float) and not isinstance(value, bool)
-        if not real or not least <= value <= most or (above and value == least):
-            beyond = f"a number of at most {LARGEST:g}" if real and value > LARGEST else wanted
-            raise ValueError(_wrong(value, place, beyond))
-
-    return check
-
-
-SIGNED: Final = number(-LARGEST)
-
-
-def count(least: int = 0, most: float = LARGEST) -> Check:
-    """A whole number in a range."""
-    wanted = f"a whole number of at least {least}"
-    wanted += f" and at most {most:,}" if most < LARGEST else ""
-
-    def check(value: Any, place: str) -> None:
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not whole or not least <= value <= most:
-            raise ValueError(_wrong(value, place, wanted))
-
-    return check
+ABSENT: Final[Any] = None
+"""Stands for an entry that may be missing; one that is there has its type."""
 
 
-def text(value: Any, place: str) -> None:
-    """Text."""
-    if not isinstance(value, str):
-        raise TypeError(_wrong(value, place, "text"))
+class Recorded(BaseModel, strict=True):
+    """An object with these entries, and perhaps with others."""
 
 
-def flag(value: Any, place: str) -> None:
-    """True or false."""
-    if not isinstance(value, bool):
-        raise TypeError(_wrong(value, place, "true or false"))
+class Device(Recorded):
+    """What a result says of where it ran."""
+
+    name: str
 
 
-def one_of(*allowed: str) -> Check:
-    """One of some names."""
-
-    def check(value: Any, place: str) -> None:
-        if not isinstance(value, str) or value not in allowed:
-            raise ValueError(_wrong(value, place, f"one of {', '.join(allowed)}"))
-
-    return check
-
-
-def optional(check: Check) -> Check:
-    """Null, or what the check takes."""
-
-    def checked(value: Any, place: str) -> None:
-        if value is not None:
-            check(value, place)
-
-    return checked
-
-
-def listed(check: Check, least: int = 0) -> Check:
-    """A list of at least so many values that the check takes."""
-
-    def checked(value: Any, place: str) -> None:
-        if not isinstance(value, list):
-            raise TypeError(_wrong(value, place, "a list"))
-        if len(value) < least:
-            raise ValueError(f"{place} has {len(value)} entries, at least {least} are expected")
-        for index, item in enumerate(value):
-            check(item, f"{place}[{index}]")
-
-    return checked
-
-
-def named(check: Check) -> Check:
-    """An object whose values the check takes."""
-
-    def checked(value: Any, place: str) -> None:
-        for name, item in an_object(value, place).items():
-            check(item, _at(place, name))
-
-    return checked
-
-
-def entries(required: Mapping[str, Check], known: Mapping[str, Check] | None = None) -> Check:
-    """An object with these entries, and perhaps with others; those that are known are checked too."""
-    every = {**required, **(known or {})}
-
-    def check(value: Any, place: str) -> None:
-        given = an_object(value, place)
-        for name in required:
-            if name not in given:
-                raise ValueError(f"{place or 'the result'} has no {name!r}")
-        for name, inner in every.items():
-            if name in given:
-                inner(given[name], _at(place, name))
-
-    return check
-
-
-def alike(example: Mapping[str, Any], added: Sequence[str] = ()) -> Check:
-    """An object with exactly the names of an example, whose numbers, lists and objects are those of the example.
+def check(form: Any, value: Any, place: str = "") -> None:
+    """Refuse a value of another form.
 
     Args:
-        added: names of further numbers that it may have.
-    """
-    checks = {name: _like(value, added) for name, value in example.items()}
-    whole = entries(checks, {name: number() for name in added})
-
-    def check(value: Any, place: str) -> None:
-        whole(value, place)
-        if unknown := sorted(set(value) - set(example) - set(added)):
-            raise ValueError(f"{place} has the unknown {unknown[0]!r:.60}")
-
-    return check
-
-
-def _like(value: Any, added: Sequence[str]) -> Check:
-    if isinstance(value, Mapping):
-        return alike(value, added)
-    if isinstance(value, list):
-        return listed(number())
-    return text if isinstance(value, str) else number()
-
-
-def an_object(value: Any, place: str) -> Any:
-    """The value, if it is an object.
+        form: a type, such as a `Recorded` one.
+        place: of the value, such as `points[3]`; nothing for a whole result.
 
     Raises:
-        TypeError: it is something else.
+        ValueError: naming the first entry that is wrong, and what is expected there.
     """
-    if not isinstance(value, dict):
-        raise TypeError(_wrong(value, place or "the result", "an object"))
-    return value
+    try:
+        TypeAdapter(form).validate_python(value, strict=True)
+    except ValidationError as error:
+        raise ValueError(_first_problem(error, place)) from error
 
 
-def same_length(given: Mapping[str, Any], place: str, one: str, other: str) -> None:
-    """Refuse two lists that belong together and differ in length.
+def refuse_twice(entries: Mapping[str, str]) -> None:
+    """Refuse two entries for one thing.
+
+    Args:
+        entries: place -> what stands there.
 
     Raises:
-        ValueError: naming both.
+        ValueError: naming the places of both.
     """
-    if len(given[one]) != len(given[other]):
-        raise ValueError(
-            f"{place} has {len(given[one])} {one} and {len(given[other])} {other}, as many are expected"
-        )
+    seen: dict[str, str] = {}
+    for place, what in entries.items():
+        if (first := seen.setdefault(what, place)) != place:
+            raise ValueError(f"{first} and {place} are both {what}")
 
 
-def _at(place: str, name: str) -> str:
-    return f"{place}.{name}" if place else str(name)
-
-
-def _wrong(value: Any, place: str, wanted: str) -> str:
-    return f"{place} is {_shown(value)}, {wanted} is expected"
+def _first_problem(error: ValidationError, place: str) -> str:
+    first = error.errors(include_url=False)[0]
+    kind, given, more, keys = first["type"], first["input"], first.get("ctx", {}), first["loc"]
+    missing, unknown = kind == "missing", kind == "extra_forbidden"
+    for key in keys[:-1] if missing or unknown else keys:
+        place += f"[{key}]" if isinstance(key, int) else f".{key}"
+    at = place.removeprefix(".") or "the result"
+    if missing or unknown:
+        return f"{at} has {'no' if missing else 'the unknown'} {keys[-1]!r:.60}"
+    if kind == "too_short":
+        return f"{at} has {len(given)} entries, at least {more['min_length']} are expected"
+    if kind == "value_error":
+        return f"{at} {more['error']}" if place else str(more["error"])
+    wanted = _WANTED.get(kind, "another value").format(**more)
+    if isinstance(given, int) and given > LARGEST:
+        wanted = f"a number of at most {LARGEST:g}"
+    return f"{at} is {_shown(given)}, {wanted} is expected"
 
 
 def _shown(value: Any) -> str:

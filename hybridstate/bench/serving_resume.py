@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from hybridstate.bench.recorded_form import entries, optional, text
+from hybridstate.bench.recorded_form import ABSENT, Recorded, check
 from hybridstate.bench.serving_arms import Profile
-from hybridstate.bench.serving_form import HEADER, check_points
+from hybridstate.bench.serving_form import Result
 from hybridstate.bench.serving_points import NOT_BEGUN, Key, differing, other_commits
 from hybridstate.bench.sweep import Options
 from hybridstate.bench.traces import Trace
@@ -25,6 +25,10 @@ _FOLLOWS: Final[dict[str, set[str]]] = {
     "control_trace": {"scale"},
 }
 """What differs with another entry, and is not told beside it."""
+
+
+class _Provenance(Recorded):
+    commit: str | None = ABSENT
 
 
 @dataclass(frozen=True)
@@ -120,8 +124,7 @@ def read_earlier(path: Path) -> Earlier:
             raise TypeError(f"it is a result of `{command}`")
         if document.get("simulated"):
             raise TypeError("it is simulated")
-        check_points(document)
-        HEADER(document, "")
+        check(Result, document)
         points = list(earlier(document, {}).values())
         seeds = [seed for point in points for seed in point.get("seeds", ())]
         engines = [(p["limit"], p["engine"]) for p in points if p.get("engine")]
@@ -130,7 +133,7 @@ def read_earlier(path: Path) -> Earlier:
             sizes = [size for size in engine.get("sizes", ()) if size >= limit]
             padded.setdefault(limit, []).extend(sizes[:1])
         provenance = whole.get("provenance") or document.get("provenance") or {}
-        entries({}, {"commit": optional(text)})(provenance, "provenance")
+        check(_Provenance, provenance, "provenance")
         ran = [*document.get("continued", ()), provenance.get("commit") or "unknown"]
         document["tp"] = document["profile"].get("tp", 1)
         document["gate input"] = _gate_input(document["profile"]["note"])

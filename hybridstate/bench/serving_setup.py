@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hybridstate.bench.recorded_form import count, entries, listed, number, optional, text
+from hybridstate.bench.recorded_form import Number, Positive, Recorded, check
 from hybridstate.checkpoint.documents import read_object, result_of
 from hybridstate.errors import HybridStateError, SourceError, UsageError, reading
 
@@ -25,17 +25,34 @@ MOST_SEEDS: Final = 1_000
 MOST_CONVERSATIONS: Final = 1_000_000
 """Of a trace: more than any recorded one has; an order of them all is kept per seed."""
 
-_EXCHANGE: Final = entries(
-    {
-        "w_max": count(1),
-        "checkpoints": count(1),
-        "mode": text,
-        "remote_bytes": number(),
-        "store_s": entries({"median": number()}),
-        "load_s": entries({"median": number()}),
-    }
-)
-"""A row of `bench exchange`."""
+
+class _Noted(Recorded):
+    note: str
+
+
+class _Protocol(Recorded):
+    tp: Positive
+    backend: str
+
+
+class _Seconds(Recorded):
+    median: Number
+
+
+class _Exchange(Recorded):
+    """A row of `bench exchange`."""
+
+    w_max: Positive
+    checkpoints: Positive
+    mode: str
+    remote_bytes: Number
+    store_s: _Seconds
+    load_s: _Seconds
+
+
+class _Exchanges(Recorded):
+    protocol: _Protocol
+    exchange: list[_Exchange]
 
 
 def make_options(
@@ -261,16 +278,16 @@ def recorded_fit(
         SourceError: the file holds no measured points, or they were measured on another trace or model than the one
             that is simulated.
     """
-    from hybridstate.bench.serving_form import check_measured
+    from hybridstate.bench.serving_form import ResultToFit
 
     hint = "give a document of `bench serve`, as it was written"
     with reading(path, f"cannot read measured points from {path.name}", hint=hint):
         document = result_of(read_object(path))
-        check_measured(document)
+        check(ResultToFit, document)
         points = [point for point in document["points"] if "skipped" not in point]
         measured = document.get("model", model)
         given = document.get("trace")
-        optional(entries({"note": text}))(given, "trace")
+        check(_Noted | None, given, "trace")
         note = "" if given is None else str(given["note"])
     if measured != model:
         raise SourceError(
@@ -330,12 +347,7 @@ def with_exchange(cost: "CostModel", path: Path) -> "CostModel":
     hint = "give a document of `bench exchange`, as it was written"
     with reading(path, f"cannot read exchanges from {path.name}", hint=hint):
         document = result_of(read_object(path))
-        entries(
-            {
-                "protocol": entries({"tp": count(1), "backend": text}),
-                "exchange": listed(_EXCHANGE),
-            }
-        )(document, "")
+        check(_Exchanges, document)
         protocol, rows = document["protocol"], document["exchange"]
         ranks, backend = protocol["tp"], protocol["backend"]
         alone = {(r["w_max"], r["checkpoints"]): r for r in rows if r["mode"] == "off"}
