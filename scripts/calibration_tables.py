@@ -123,18 +123,20 @@ COLUMNS = (
     *("state error", "perplexity"),
 )
 
+PUBLISHED = {
+    "fp32": "damp.acc.qwen36.aime.fp32",
+    "int8-step": "damp.acc.qwen36.aime.int8",
+    "int8-step+reorder": "damp.acc.qwen36.aime.int8_sr",
+    "damp+reorder": "damp.acc.qwen36.aime.damp",
+}
+"""Formats whose answers DAMP reports, by our names; its SR is scaling and reordering."""
+
 
 def formats(result: Result) -> str:
     """Every format; beside them DAMP's published accuracies of the same formats."""
-    published = {
-        "fp32": "damp.acc.qwen36.aime.fp32",
-        "int8-step": "damp.acc.qwen36.aime.int8",
-        "int8-step+reorder": "damp.acc.qwen36.aime.int8_sr",
-        "damp+reorder": "damp.acc.qwen36.aime.damp",
-    }
 
     def beside(name: str, _: Any) -> list[str]:
-        return [f"{paper()[published[name]]:g} %" if name in published else ""]
+        return [f"{paper()[PUBLISHED[name]]:g} %" if name in PUBLISHED else ""]
 
     gdn = result["model"]["kind"] == "gdn"  # the published model is one
     rows = divergence_rows(result, FORMATS, beside if gdn else lambda *_: [])

@@ -19,7 +19,7 @@ from hybridstate.cli.output import counted
 from hybridstate.cli.serving_output import dense_hits, earlier_commits, seed_counts
 
 PAPER_CUT = -0.42
-"""Change of the mean TTFT that DASC reports (abstract, 5.4); another model and trace."""
+"""Change of the mean TTFT that DASC reports (abstract, 5.4) for Kimi-Linear; another trace."""
 
 NOTHING = "No run on a GPU is recorded yet."
 
@@ -171,7 +171,7 @@ def finding(result: Result) -> str:
         best, arm = min(ours)
         text += (
             f" There `{arm}` changes the mean TTFT by {100 * best:+.1f} %, the best of the arms with a cutoff; "
-            f"DASC reports {100 * PAPER_CUT:.0f} % on its model and trace."
+            f"DASC reports {100 * PAPER_CUT:.0f} % for Kimi-Linear on its own trace."
         )
         text += _room(result, arm)
     if gains and min(gains) not in ours:
