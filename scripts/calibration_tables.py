@@ -341,7 +341,7 @@ def agreement(result: Result) -> str:
         return ""
     rows.append(
         [
-            "DAMP C.1, its own selector",
+            "DAMP C.1, its own selector, values reordered",
             f"{paper()['damp.split_overlap'][kind]:g} %",
             f"{paper()['damp.split_overlap']['random']:g} %",
             f"{paper()['damp.split_rank_spearman'][kind]:g}",
