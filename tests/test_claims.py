@@ -42,7 +42,9 @@ def test_values_are_those_of_the_recordings() -> None:
     )
     first = next(row for name, row in rows.items() if name.startswith("mean time to the first"))
     assert f"`tiny-kda` {100 * point['against_dense']['ttft']:+.1f} % (`nr-64`)" in first
-    assert first.startswith("-25.6 % / -42 % / -16.1 % at 8 ranks with hardly any queue; Kimi-K3 in a queue -15.7")
+    assert first.startswith(
+        "-25.6 % / -42 % / -16.1 % at 8 ranks with hardly any queue; Kimi-K3 in a queue -15.7"
+    )
     (whole,) = (row for name, row in rows.items() if name.startswith("time per output token"))
     assert whole.startswith("Kimi-Linear -14.5 %, Qwen3.6-35B -19 % | ")
 
